@@ -1,0 +1,380 @@
+"""The architecture model: what an ``arch_models/*.toml`` file says about one GPU.
+
+Plain data with types. Rates are per SM unless a docstring says "chip", ``*_cycles`` are SM clock cycles,
+``ops`` of the vector pipes are thread operations ("lanes": one warp instruction is 32), FLOP counts a
+multiply-add as two. The numbers and their sources live in the TOML files, not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+#: Operand types of the tensor core, the keys of ``sm.tensor.flops_per_cycle`` and ``chip.datasheet_tflops``.
+MMA_DTYPES = ("fp16", "bf16", "tf32", "fp8", "fp4")
+
+#: Kinds of work with a documented sustained clock, the keys of ``clock.sustained_mhz``.
+WORK_KINDS = ("tensor_16bit", "tensor_8bit", "memory", "latency")
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def check(key: str) -> str:
+        if key not in choices:
+            raise PydanticCustomError("unknown_key", "unknown key", {"choices": choices})
+        return key
+
+    return check
+
+
+def _keyed_by(choices: tuple[str, ...]) -> FieldInfo:
+    info: FieldInfo = Field(json_schema_extra={"propertyNames": {"enum": list(choices)}})
+    return info
+
+
+DtypeTable = Annotated[
+    Mapping[Annotated[str, AfterValidator(_one_of(MMA_DTYPES))], PositiveFloat], _keyed_by(MMA_DTYPES)
+]
+ClockTable = Annotated[
+    Mapping[Annotated[str, AfterValidator(_one_of(WORK_KINDS))], PositiveFloat], _keyed_by(WORK_KINDS)
+]
+
+
+class _Table(BaseModel):
+    """A TOML table: immutable, without unknown keys, and without conversion between types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Chip(_Table):
+    """The whole chip."""
+
+    sm_count: PositiveInt
+    datasheet_tflops: DtypeTable = {}
+    """Published dense peak, used only to cross-check ``flops_per_cycle``."""
+
+
+class Clock(_Table):
+    """SM clock in MHz."""
+
+    max_mhz: PositiveFloat
+    """Highest clock the chip runs at."""
+    datasheet_mhz: PositiveFloat
+    """Clock behind the datasheet's tensor peak."""
+    sustained_mhz: ClockTable
+    """Clock held under load, by kind of work: busy tensor cores (16-bit, 8-bit and narrower), memory bound, or
+    latency bound."""
+
+
+class Issue(_Table):
+    """Warp schedulers."""
+
+    ops_per_cycle: PositiveFloat
+    """Warp instructions (not lanes) per SM and cycle, all sub-cores together."""
+
+
+class Fma(_Table):
+    """The FP32 multiply-add pipe: FFMA, FMUL, FADD, IMAD."""
+
+    ops_per_cycle: PositiveFloat
+    latency_cycles: PositiveFloat
+    imad_ops_per_cycle: PositiveFloat
+    packed_ops_per_cycle: NonNegativeFloat
+    """Instruction lanes of the packed f32x2 forms, each two operations; 0 where the chip has none."""
+
+
+class Alu(_Table):
+    """The integer and compare pipe: FMNMX, LOP3, ISETP, SEL, F2FP."""
+
+    ops_per_cycle: PositiveFloat
+    latency_cycles: PositiveFloat
+    convert_ops_per_cycle: PositiveFloat
+    """Instruction lanes of F2FP, which packs two FP32 values into one 16-bit pair."""
+    convert_fp8_ops_per_cycle: PositiveFloat | None = None
+    """The same for a pair of FP8 values; absent where the chip has no FP8."""
+    max3: bool
+    """A three-input maximum (FMNMX3) exists."""
+
+
+class Mufu(_Table):
+    """The special-function unit."""
+
+    ops_per_cycle: PositiveFloat
+    """Base-2 exponential."""
+    other_ops_per_cycle: PositiveFloat
+    """Reciprocal, logarithm, square root."""
+    latency_cycles: PositiveFloat
+    """Dependent exponentials."""
+
+
+class Lsu(_Table):
+    """The load/store unit's register-to-register part."""
+
+    shuffle_ops_per_cycle: PositiveFloat
+    shuffle_latency_cycles: PositiveFloat
+
+
+class Smem(_Table):
+    """Shared memory. One port serves MMA operands, loads and stores, and fills."""
+
+    capacity_bytes: PositiveInt
+    max_cta_bytes: PositiveInt
+    reserved_cta_bytes: NonNegativeInt
+    """Taken by the driver for every resident CTA."""
+    bytes_per_cycle: PositiveFloat
+    latency_cycles: PositiveFloat
+
+
+class AsyncMma(_Table):
+    """Asynchronous tensor instructions: wgmma (Hopper), tcgen05.mma (Blackwell)."""
+
+    kind: Literal["wgmma", "tcgen05"]
+    issue_interval_cycles: PositiveFloat
+    """Between two instructions of one warp while the queue has room."""
+    max_in_flight: PositiveInt
+    """Instructions in flight at which the next one blocks at issue."""
+    completion_cycles: NonNegativeFloat
+    """From the last multiply-add to the waiting warp running again, commit and wait included."""
+    overhead_cycles: NonNegativeFloat
+    """Tensor time per instruction on top of its FLOPs."""
+    two_cta_completion_cycles: NonNegativeFloat | None = None
+    """``completion_cycles`` of the instruction that spans two SMs."""
+
+
+class Tensor(_Table):
+    """The tensor cores."""
+
+    flops_per_cycle: DtypeTable
+    """Dense FLOP per SM and cycle by operand type, FP32 accumulation."""
+    mma_sync_flops_per_cycle: PositiveFloat
+    """Dense 16-bit rate of the synchronous mma.sync, below ``flops_per_cycle`` where that is of asynchronous MMA."""
+    mma_sync_latency_cycles: PositiveFloat
+    async_mma: AsyncMma | None = None
+
+
+class Interference(_Table):
+    """What vector instructions and a running wgmma do to each other.
+
+    Cycles of a sub-core per warp instruction. ``*_cycles`` replace the pipe's initiation interval while an MMA
+    runs; ``*_port_cycles`` occupy an operand port that all vector instructions then share.
+    """
+
+    alu_cycles: PositiveFloat
+    mufu_cycles: PositiveFloat
+    alu_port_cycles: NonNegativeFloat
+    mufu_port_cycles: NonNegativeFloat
+    fma_port_cycles: NonNegativeFloat
+    mma_n: Annotated[tuple[PositiveInt, ...], Field(strict=False)]
+    """Widths n of a wgmma m64nNk16 at which the next two are given; linear in between, constant outside."""
+    fma_mma_delay_cycles: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
+    """Delay of the running MMA per FMA-pipe warp instruction, by width."""
+    absorbed_per_cycle: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
+    """Delay that a running MMA makes up for per cycle, by width: sparse FMA instructions cost it nothing."""
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if not len(self.mma_n) == len(self.fma_mma_delay_cycles) == len(self.absorbed_per_cycle) > 0:
+            raise PydanticCustomError("length", "mma_n, fma_mma_delay_cycles and absorbed_per_cycle differ in length")
+        if sorted(self.mma_n) != list(self.mma_n):
+            raise PydanticCustomError("order", "mma_n must ascend")
+        return self
+
+
+class MmaSyncInterference(_Table):
+    """Cycles an mma.sync stream is stopped per vector warp instruction on the same sub-core, by pipe."""
+
+    fma_mma_cycles: NonNegativeFloat
+    alu_mma_cycles: NonNegativeFloat
+    mufu_mma_cycles: NonNegativeFloat
+
+
+class Tma(_Table):
+    """Bulk tensor copies."""
+
+    issue_interval_cycles: PositiveFloat
+    latency_cycles: PositiveFloat
+    """Issue to data visible for an L2 hit, extrapolated to size 0."""
+    bytes_per_cycle: PositiveFloat
+    """Largest fill rate of one SM."""
+    multicast_extra_cycles: NonNegativeFloat
+    store_latency_cycles: PositiveFloat
+    """Issue of a store to its source being free again, without the transfer time."""
+
+
+class CpAsync(_Table):
+    """cp.async (LDGSTS), 16 bytes per thread."""
+
+    issue_cycles: PositiveFloat
+    """Per warp instruction."""
+    latency_extra_cycles: NonNegativeFloat
+    """On top of the latency of L2 or HBM."""
+
+
+class Sync(_Table):
+    """Barriers."""
+
+    mbarrier_arrive_cycles: NonNegativeFloat
+    """Issue cost to the arriving warp."""
+    mbarrier_wake_cycles: NonNegativeFloat
+    """Last arrival to the waiting warp running again."""
+    mbarrier_try_cycles: NonNegativeFloat
+    """A wait on a phase that is already complete."""
+    named_barrier_cycles: NonNegativeFloat
+    syncthreads_base_cycles: NonNegativeFloat
+    syncthreads_per_warp_cycles: NonNegativeFloat
+    cluster_barrier_cycles: NonNegativeFloat | None = None
+
+
+class Tmem(_Table):
+    """Tensor memory."""
+
+    columns: PositiveInt
+    lanes: PositiveInt
+    load_bytes_per_cycle: PositiveFloat
+    store_bytes_per_cycle: PositiveFloat
+    load_latency_cycles: PositiveFloat
+    """tcgen05.ld and its wait, without the transfer time."""
+
+
+class Sm(_Table):
+    """One streaming multiprocessor."""
+
+    sub_cores: PositiveInt
+    registers: PositiveInt
+    """32-bit registers."""
+    max_registers_per_thread: PositiveInt
+    max_threads: PositiveInt
+    max_ctas: PositiveInt
+    named_barriers: PositiveInt
+    """Per CTA."""
+    issue: Issue
+    fma: Fma
+    alu: Alu
+    mufu: Mufu
+    lsu: Lsu
+    smem: Smem
+    tensor: Tensor
+    interference: Interference | None = None
+    mma_sync_interference: MmaSyncInterference
+    tma: Tma | None = None
+    cp_async: CpAsync
+    sync: Sync
+    tmem: Tmem | None = None
+
+
+class L2(_Table):
+    """The L2 cache of the whole chip."""
+
+    capacity_bytes: PositiveInt
+    bytes_per_cycle: PositiveFloat
+    """Chip, reads of distinct lines, per SM clock cycle."""
+    latency_cycles: PositiveFloat
+    """Hit, averaged over near and far partitions."""
+
+
+class Hbm(_Table):
+    """Device memory."""
+
+    capacity_bytes: PositiveInt
+    peak_bytes_per_second: PositiveFloat
+    achieved_bytes_per_second: PositiveFloat
+    latency_cycles: PositiveFloat
+    """Whole latency of a miss as a load sees it, L2 included."""
+
+
+class Atomics(_Table):
+    """Reductions at L2."""
+
+    reduce_bytes_per_cycle: PositiveFloat
+    """Chip, FP32 red or bulk reduce-add, per SM clock cycle."""
+
+
+class Launch(_Table):
+    """Kernel launch and CTA life cycle."""
+
+    ramp_ns: NonNegativeFloat
+    """Fixed cost of a kernel inside a graph."""
+    cta_dispatch_ns: NonNegativeFloat
+    """Per CTA, chip."""
+    cta_turnover_cycles: NonNegativeFloat
+    """End of a CTA to the start of the next one in its place."""
+    registers_realloc_cycles: NonNegativeFloat
+    """setmaxnreg."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an :class:`Arch` came from."""
+
+    source: str
+    """Path of the file it was loaded from."""
+    digest: str
+    """SHA-256 (hex) of the resolved content before overrides."""
+    overrides: tuple[str, ...]
+    """"path=value" texts applied on top, in order."""
+
+
+class Arch(_Table):
+    """One GPU. Load with :func:`fasim.arch.load_arch`."""
+
+    name: str
+    title: str
+    architecture: Literal["ampere", "hopper", "blackwell"]
+    compute_capability: str
+    chip: Chip
+    clock: Clock
+    sm: Sm
+    l2: L2
+    hbm: Hbm
+    atomics: Atomics
+    launch: Launch
+
+    _provenance: Provenance | None = None  # private, so that no TOML key can set it
+
+    def with_provenance(self, provenance: Provenance) -> Arch:
+        """Return a copy that carries ``provenance``."""
+        copy = self.model_copy()
+        copy._provenance = provenance
+        return copy
+
+    @property
+    def source(self) -> str:
+        """Path of the file, or the name when not loaded from one."""
+        return self._provenance.source if self._provenance else self.name
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the resolved content before overrides."""
+        return self._provenance.digest if self._provenance else self.content_digest()
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides ("path=value") applied on top of the file, in order."""
+        return self._provenance.overrides if self._provenance else ()
+
+    def content_digest(self) -> str:
+        """SHA-256 (hex) of this object's content, overrides included; comments and layout do not count."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        """Hash of the content (the tables in it are mappings, which have no hash of their own)."""
+        return hash(self.content_digest())

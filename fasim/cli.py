@@ -1,0 +1,332 @@
+"""The ``fasim`` command: parses options, prints, and turns errors into exit codes.
+
+Everything heavy (pydantic models, numba, matplotlib) is imported inside the commands, so that help and
+completion answer at once. Exit codes: 0 ok, 1 model error, 2 usage or configuration, 3 out of tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from fasim import __version__
+from fasim.console import (
+    console_for,
+    format_value,
+    note,
+    parse_assignments,
+    parse_integers,
+    parse_window,
+    print_table,
+    progress_bar,
+    write_text,
+)
+from fasim.errors import FasimError, ToleranceError
+
+#: Runnable examples, the last lines of each command's help.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "run": (
+        "fasim run fa3 --arch h100",
+        "fasim run fa3 --arch h200 --seqlen 2048 --causal --knob pingpong=off",
+        "fasim run fa3 --arch h100 --seqlen 1024 --timeline --json run.json",
+    ),
+    "validate": (
+        "fasim validate --data validation/data/h200_timing.csv --kernel fa3",
+        "fasim validate --data validation/data/h200_fa3_ablations.csv --effects",
+    ),
+    "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
+    "arch": ("fasim arch check arch_models/h100.toml", "fasim arch schema > arch.schema.json"),
+}
+
+
+def _examples(command: str) -> str:
+    return "Examples:\n" + "\n".join(f"  {line}" for line in EXAMPLES[command])
+
+
+app = typer.Typer(
+    name="fasim",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+list_app = typer.Typer(no_args_is_help=True, help="What there is to run, and on what.", epilog=_examples("list"))
+arch_app = typer.Typer(no_args_is_help=True, help="Check architecture files.", epilog=_examples("arch"))
+app.add_typer(list_app, name="list")
+app.add_typer(arch_app, name="arch")
+
+
+def _complete(load: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        with suppress(FasimError):
+            return [name for name in load() if name.startswith(incomplete)]
+        return []
+
+    return complete
+
+
+def _archs() -> Iterable[str]:
+    from fasim.arch import list_archs
+
+    return list_archs()
+
+
+def _schedules() -> Iterable[str]:
+    from fasim.library import list_schedules
+
+    return list_schedules()
+
+
+ArchOption = Annotated[
+    str, typer.Option("--arch", "-a", help="Architecture: a name or a .toml file.", autocompletion=_complete(_archs))
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a number of the architecture (repeatable)."),
+]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.")
+]
+EngineOption = Annotated[Literal["compiled", "reference"], typer.Option(help="They agree to the cycle.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fasim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Discrete-event simulator of attention kernels on NVIDIA GPUs."""
+
+
+@app.command(epilog=_examples("run"))
+def run(
+    schedule: Annotated[
+        str,
+        typer.Argument(metavar="SCHEDULE", help="A name or a .py file.", autocompletion=_complete(_schedules)),
+    ],
+    arch: ArchOption,
+    direction: Annotated[str | None, typer.Option(help="fwd or bwd.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Query tokens per sequence.")] = None,
+    seqlen_k: Annotated[int | None, typer.Option(help="Key tokens; as many as queries unless given.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads unless given.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension of Q and K.")] = None,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dimension of V; that of Q unless given.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Mask the future.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp8 or fp4.")] = None,
+    clock: Annotated[
+        float | None, typer.Option(metavar="MHZ", help="SM clock; the architecture's sustained clock unless given.")
+    ] = None,
+    knob: Annotated[
+        list[str] | None, typer.Option(metavar="KNOB=VALUE", help="Set a knob of the schedule (repeatable).")
+    ] = None,
+    overrides: SetOption = None,
+    engine: EngineOption = "compiled",
+    json_path: JsonOption = None,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw what each role and unit did.")] = False,
+    cycles: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Window of the timeline, picture and trace.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the timeline as .png or .svg.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace: .pftrace, .json or .json.gz.")
+    ] = None,
+    trace_sms: Annotated[str, typer.Option(metavar="A,B", help="SMs to trace.")] = "0",
+    sm: Annotated[int, typer.Option(help="SM of the timeline and picture.")] = 0,
+) -> None:
+    """Simulate SCHEDULE on an architecture and report time, limits and stalls.
+
+    A shape that is not given is 4 sequences of 4096 tokens with 16 heads of 128, BF16 forward.
+    """
+    window = parse_window(cycles)
+    sms = tuple(sorted({sm, *parse_integers("--trace-sms", trace_sms)}))
+    knobs = parse_assignments("--knob", knob)
+
+    from fasim.arch import load_arch
+    from fasim.library import load_schedule
+    from fasim.problem import Problem
+    from fasim.simulate import TraceSpec, simulate
+    from fasim.views.report import render_report
+
+    shape = {
+        "direction": direction,
+        "batch": batch,
+        "seqlen_q": seqlen,
+        "seqlen_k": seqlen_k,
+        "heads_q": heads,
+        "heads_kv": kv_heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "causal": causal,
+        "dtype": dtype,
+    }
+    given: dict[str, Any] = {key: value for key, value in shape.items() if value is not None}
+    traced = timeline or plot is not None or trace is not None
+    result = simulate(
+        load_schedule(schedule),
+        Problem(**given),
+        load_arch(arch, overrides or ()),
+        knobs=knobs,
+        clock_mhz=clock,
+        engine=engine,
+        trace=TraceSpec(sms=sms, cycles=window) if traced else None,
+    )
+    out = console_for(stderr=json_path == "-")
+    out.print(render_report(result))
+    if result.trace is not None and result.trace.truncated:
+        note("the trace is incomplete: its buffer filled up; choose a window with --cycles A:B")
+    if timeline and result.trace is not None:
+        from fasim.views.timeline import render_timeline
+
+        out.print(render_timeline(result.trace, sm=sm, cycles=window, width=out.width))
+    if plot is not None:
+        from fasim.views.plot import plot_timeline
+
+        plot_timeline([(schedule, result)], plot, sm=sm, cycles=window)
+    if trace is not None:
+        from fasim.views.perfetto import write_trace
+
+        write_trace(result, trace)
+    if json_path is not None:
+        write_text(json_path, result.to_json())
+
+
+@app.command(epilog=_examples("validate"))
+def validate(
+    data: Annotated[Path, typer.Option(metavar="FILE.csv", help="Measured timings; columns as in validation/data.")],
+    kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel (repeatable).")] = None,
+    overrides: SetOption = None,
+    engine: EngineOption = "compiled",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU unless given.")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
+    effects: Annotated[
+        bool, typer.Option("--effects", help="Compare each variant with the default variant of its shape.")
+    ] = False,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(metavar="PCT", help="Exit with 3 when the mean absolute error of a group is above PCT per cent."),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Compare predictions with measurements, per row and per group.
+
+    Rows without a clock are compared in time, at the architecture's sustained clock.
+
+    Rows that cannot be predicted are listed with the reason.
+    """
+    from fasim.studies.validate import validate as study
+    from fasim.studies.validate_report import render_validation
+
+    with progress_bar() as progress:
+        bar = progress.add_task("simulating", total=None)
+        result = study(
+            data,
+            kernels=kernel or (),
+            overrides=overrides or (),
+            engine=engine,
+            jobs=jobs,
+            effects=effects,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    console_for(stderr=json_path == "-").print(render_validation(result, rows=rows))
+    if json_path is not None:
+        write_text(json_path, json.dumps(result.to_dict(), indent=2) + "\n")
+    if fail_above is not None:
+        failures = result.failures(fail_above / 100)
+        if failures:
+            raise ToleranceError(f"{data}: above {fail_above:g} %: {'; '.join(failures)}")
+
+
+@list_app.command("archs", epilog=_examples("list"))
+def list_archs() -> None:
+    """The architectures that come with fasim."""
+    from fasim.arch import list_archs, load_arch
+
+    archs = [load_arch(name) for name in list_archs()]
+    columns = ("arch", "chip", "architecture", "SMs")
+    print_table(columns, ((a.name, a.title, a.architecture, str(a.chip.sm_count)) for a in archs))
+
+
+@list_app.command("schedules", epilog=_examples("list"))
+def list_schedules() -> None:
+    """The schedules that come with fasim."""
+    from fasim.library import list_schedules, load_schedule
+
+    schedules = [load_schedule(name) for name in list_schedules()]
+    print_table(
+        ("schedule", "architectures", "what it is"),
+        ((s.name, ", ".join(s.architectures), s.summary) for s in schedules),
+    )
+
+
+@list_app.command("knobs", epilog=_examples("list"))
+def list_knobs(
+    schedule: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=_complete(_schedules)
+        ),
+    ] = None,
+) -> None:
+    """The knobs of a schedule with their defaults."""
+    from fasim.library import list_schedules, load_schedule
+
+    rows = []
+    for name in [schedule] if schedule is not None else list_schedules():
+        found = load_schedule(name)
+        for knob in found.knobs.values():
+            choices = f" ({', '.join(str(choice) for choice in knob.choices)})" if knob.choices else ""
+            rows.append((found.name, knob.name, format_value(knob.default), f"{knob.doc}{choices}"))
+    print_table(("schedule", "knob", "default", "what it does"), rows)
+
+
+@arch_app.command("check", epilog=_examples("arch"))
+def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Architecture files.")]) -> None:
+    """Load architecture files and report what looks wrong in their numbers."""
+    from fasim.arch import check_arch
+
+    warnings = [(file, warning) for file in files for warning in check_arch(file)]
+    for file, warning in warnings:
+        print(f"{file}: {warning}")
+    if not warnings:
+        print(f"{len(files)} file{'s' if len(files) > 1 else ''} ok")
+
+
+@arch_app.command("schema", epilog=_examples("arch"))
+def schema() -> None:
+    """Print the JSON schema of architecture files."""
+    from fasim.arch import arch_schema
+
+    print(json.dumps(arch_schema(), indent=2))
+
+
+def main() -> NoReturn:
+    """Run the command line and exit; an expected error is one message on stderr, without a traceback."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except FasimError as error:
+        note(str(error))
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; without this the flush at exit complains again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)

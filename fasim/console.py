@@ -1,0 +1,104 @@
+"""What the commands share: parsing of option texts, and printing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fasim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+_FILE_WIDTH = 120
+
+
+def parse_window(text: str | None) -> tuple[int, int] | None:
+    """``A:B`` in cycles; None stays None. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        first, last = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise ConfigError(f"--cycles: '{text}' is not A:B with whole cycles") from None
+    if not 0 <= first < last:
+        raise ConfigError(f"--cycles: '{text}': A must be at least 0 and below B")
+    return first, last
+
+
+def parse_integers(option: str, text: str) -> tuple[int, ...]:
+    """``0,1`` given to ``option``. Raises ConfigError."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option}: '{text}' is not a list of numbers such as 0,1") from None
+    return numbers
+
+
+def parse_assignments(option: str, pairs: Sequence[str] | None) -> dict[str, object]:
+    """``NAME=VALUE`` pairs given to ``option``, values as text. Raises ConfigError."""
+    found: dict[str, object] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{option}: '{pair}' is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def format_value(value: object) -> str:
+    """A knob's value as it is typed on the command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "auto" if value is None else str(value)
+
+
+def console_for(stderr: bool = False) -> Console:
+    """A console on stdout or stderr; a file or pipe gets lines long enough for whole table rows."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
+
+
+def progress_bar() -> Progress:
+    """A progress bar on stderr that leaves no trace; silent where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = console_for(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a plain table on stdout."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console_for().print(table)
+
+
+def write_text(path: str, text: str) -> None:
+    """Write to a file, or to stdout when ``path`` is ``-``. Raises ConfigError."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
+
+
+def note(message: str) -> None:
+    """One message on stderr."""
+    print(f"fasim: {message}", file=sys.stderr)

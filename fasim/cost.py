@@ -1,0 +1,215 @@
+"""The cost model: operation x architecture -> demand in ticks.
+
+Vector work is described per warp instruction on one sub-core. A pipe of ``r`` lanes per SM and
+cycle accepts a warp instruction every ``32 * sub_cores / r`` cycles of a sub-core.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fasim.arch import Arch
+from fasim.errors import ConfigError, ModelError
+from fasim.image import (
+    P_ALU,
+    P_FMA,
+    P_ISSUE,
+    P_LSU,
+    P_MUFU,
+    P_PORT,
+    P_SMEM,
+    P_TENSOR,
+    P_TMEM,
+    PIPES,
+    TICKS,
+    IntArray,
+)
+from fasim.ops import INSTRUCTION_PIPE, Mma, Vector
+
+#: Bits of one operand element.
+DTYPE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
+_PIPE_INDEX = {"issue": P_ISSUE, "fma": P_FMA, "alu": P_ALU, "mufu": P_MUFU, "lsu": P_LSU}
+
+
+def ticks(cycles: float) -> int:
+    """Cycles as integer ticks, to nearest."""
+    return round(cycles * TICKS)
+
+
+@dataclass(frozen=True)
+class VectorDemand:
+    """Demand of a whole operation: ticks per pipe without and with an MMA beside it."""
+
+    alone: IntArray  # (len(PIPES),)
+    beside: IntArray  # (len(PIPES),)
+    fma: int  # FMA-pipe instructions per sub-core, in ticks: what delays an MMA by one cycle each
+    latency: int
+
+    @property
+    def span(self) -> int:
+        """Ticks of the busiest pipe, the time the operation takes on an idle SM."""
+        return int(max(self.alone.max(), self.beside.max()))
+
+
+def interval(arch: Arch, instruction: str) -> float:
+    """Initiation interval of a warp instruction on its sub-core's pipe, in cycles."""
+    sm = arch.sm
+    lanes = {
+        "ffma": sm.fma.ops_per_cycle,
+        "fmul": sm.fma.ops_per_cycle,
+        "fadd": sm.fma.ops_per_cycle,
+        "ffma2": sm.fma.packed_ops_per_cycle,
+        "imad": sm.fma.imad_ops_per_cycle,
+        "fmnmx": sm.alu.ops_per_cycle,
+        "alu": sm.alu.ops_per_cycle,
+        "f2fp": sm.alu.convert_ops_per_cycle,
+        "ex2": sm.mufu.ops_per_cycle,
+        "mufu": sm.mufu.other_ops_per_cycle,
+        "shfl": sm.lsu.shuffle_ops_per_cycle,
+        "lds": sm.lsu.shuffle_ops_per_cycle,
+        "sts": sm.lsu.shuffle_ops_per_cycle,
+        "ldg": sm.lsu.shuffle_ops_per_cycle,
+        "stg": sm.lsu.shuffle_ops_per_cycle,
+        "misc": 32 * sm.issue.ops_per_cycle,
+    }[instruction]
+    if not lanes:
+        raise ModelError(f"{arch.name} has no instruction of class '{instruction}'")
+    return 32 * sm.sub_cores / lanes
+
+
+def result_latency(arch: Arch, kind: str) -> float:
+    """Latency in cycles from issue to a dependent instruction."""
+    sm = arch.sm
+    table = {
+        "fma": sm.fma.latency_cycles,
+        "alu": sm.alu.latency_cycles,
+        "ex2": sm.mufu.latency_cycles,
+        "shfl": sm.lsu.shuffle_latency_cycles,
+        "smem": sm.smem.latency_cycles,
+        "mma_sync": sm.tensor.mma_sync_latency_cycles,
+        "tmem": sm.tmem.load_latency_cycles if sm.tmem else 0.0,
+    }
+    return float(table[kind])
+
+
+def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> VectorDemand:
+    """Demand of ``op`` executed by ``warps`` warps spread evenly over the sub-cores.
+
+    ``mma_share`` in [0, 1) is the part of the shared-memory port that the kernel's MMAs take while
+    they run; ld/st and fills get the rest (measured: TMA fill slows by a quarter beside wgmma,
+    wgmma by a twentieth, so the MMA has priority).
+    """
+    sm = arch.sm
+    width = (op.warps or warps) / sm.sub_cores  # warp instructions per sub-core; < 1 leaves sub-cores idle
+    per_core = max(width, 1.0)
+    alone = np.zeros(len(PIPES))
+    beside = np.zeros(len(PIPES))
+    inter = sm.interference
+    sync = sm.mma_sync_interference
+    delay = 0.0
+    for name, count in op.mix.items():
+        if name not in INSTRUCTION_PIPE:
+            raise ConfigError(f"operation '{op.label}': unknown instruction class '{name}'")
+        n = count * per_core
+        pipe = _PIPE_INDEX[INSTRUCTION_PIPE[name]]
+        ii = interval(arch, name)
+        alone[P_ISSUE] += n
+        beside[P_ISSUE] += n
+        if pipe == P_ISSUE:
+            continue
+        alone[pipe] += n * ii
+        slowed = ii
+        if inter is not None:
+            if pipe == P_ALU:
+                slowed = max(ii, inter.alu_cycles * ii / interval(arch, "alu"))
+                beside[P_PORT] += n * inter.alu_port_cycles
+            elif pipe == P_MUFU:
+                slowed = max(ii, inter.mufu_cycles * ii / interval(arch, "ex2"))
+                beside[P_PORT] += n * inter.mufu_port_cycles
+            elif pipe == P_FMA:
+                beside[P_PORT] += n * inter.fma_port_cycles
+                delay += n
+        beside[pipe] += n * slowed
+        if op.mma_sync_flops and pipe in (P_FMA, P_ALU, P_MUFU):
+            stop = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}[pipe]
+            alone[P_PORT] += n * stop
+            beside[P_PORT] += n * stop
+    if op.mma_sync_flops:
+        mma = op.mma_sync_flops / sm.tensor.mma_sync_flops_per_cycle
+        for state in (alone, beside):
+            state[P_TENSOR] += mma
+            state[P_PORT] += mma
+    alone[P_SMEM] = op.smem_bytes / sm.smem.bytes_per_cycle
+    beside[P_SMEM] = alone[P_SMEM] / (1.0 - mma_share)
+    if op.tmem_load_bytes or op.tmem_store_bytes:
+        if sm.tmem is None:
+            raise ModelError(f"operation '{op.label}' uses tensor memory, which {arch.name} does not have")
+        tmem = op.tmem_load_bytes / sm.tmem.load_bytes_per_cycle + op.tmem_store_bytes / sm.tmem.store_bytes_per_cycle
+        alone[P_TMEM] = beside[P_TMEM] = tmem
+    latency = sum(result_latency(arch, kind) * count for kind, count in op.latency.items())
+    return VectorDemand(
+        np.rint(alone * TICKS).astype(np.int64),
+        np.rint(beside * TICKS).astype(np.int64),
+        ticks(delay),
+        ticks(latency),
+    )
+
+
+@dataclass(frozen=True)
+class MmaDemand:
+    """One instruction of an MMA group, in cycles."""
+
+    tensor: float  # occupancy of the tensor core
+    smem: float  # operand reads at the shared-memory port
+
+
+def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
+    """Occupancy of one asynchronous MMA instruction.
+
+    The tensor core takes ``2 m n k / flops_per_cycle`` cycles unless reading the operands takes
+    longer: B (n x k) always comes from shared memory, A (m x k) where ``op.a`` says so. On Hopper
+    this is ``max(N/2, 16 + N/4)`` for SS m64nNk16, which fits every published row. A 2-CTA
+    instruction splits B between the two SMs.
+    """
+    tensor = arch.sm.tensor
+    if tensor.async_mma is None:
+        raise ModelError(f"{arch.name} has no asynchronous MMA (operation '{op.label}')")
+    if op.dtype not in tensor.flops_per_cycle:
+        known = ", ".join(sorted(tensor.flops_per_cycle))
+        raise ModelError(f"{arch.name}: no tensor rate for dtype '{op.dtype}' (has {known})")
+    share = 2 if op.two_cta else 1
+    flops = 2.0 * op.m * op.n * op.k / share
+    math_cycles = flops / tensor.flops_per_cycle[op.dtype]
+    element = DTYPE_BITS[op.dtype] / 8
+    operand = op.n * op.k * element / share
+    if op.a == "smem":
+        operand += op.m * op.k * element / share
+    smem = operand / arch.sm.smem.bytes_per_cycle
+    return MmaDemand(max(math_cycles, smem) + tensor.async_mma.overhead_cycles, smem)
+
+
+def mma_sensitivity(op: Mma, arch: Arch) -> tuple[float, float]:
+    """Cycles an FMA instruction delays this MMA, and the delay it absorbs per cycle, by its width."""
+    inter = arch.sm.interference
+    if inter is None:
+        return 0.0, 0.0
+    delay = float(np.interp(op.n, inter.mma_n, inter.fma_mma_delay_cycles))
+    return delay, float(np.interp(op.n, inter.mma_n, inter.absorbed_per_cycle))
+
+
+def mma_port_share(ops: list[Mma], arch: Arch) -> float:
+    """Part of the shared-memory port taken by a kernel's MMAs while the tensor core is busy."""
+    tensor = smem = 0.0
+    for op in ops:
+        demand = mma_demand(op, arch)
+        tensor += op.count * demand.tensor
+        smem += op.count * demand.smem
+    return min(0.9, smem / tensor) if tensor else 0.0
+
+
+def chunk_count(span: int, chunk_cycles: float) -> int:
+    """Number of equal chunks of about ``chunk_cycles`` in a span of ticks."""
+    return max(1, math.ceil(span / (chunk_cycles * TICKS) - 1e-9))

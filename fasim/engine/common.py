@@ -1,0 +1,64 @@
+"""What both engines share at their edges: trace selection, trace order, the deadlock report."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fasim import image as im
+from fasim.errors import DeadlockError
+from fasim.image import Image, IntArray
+
+_FOREVER = int(np.iinfo(np.int64).max)
+
+
+class TraceWindow(NamedTuple):
+    """Which slices to keep: SMs, a window of ticks, and at most ``limit`` of them."""
+
+    sms: tuple[int, ...]
+    ticks: tuple[int, int]
+    limit: int
+
+
+#: In place of a barrier index: the role waits for the tile scheduler.
+SCHEDULER = -2
+
+NO_TRACE = TraceWindow((), (0, _FOREVER), 0)
+
+
+class Blocked(NamedTuple):
+    """An unfinished agent. ``barrier`` indexes ``Image.barriers``; negative: the tile scheduler."""
+
+    group: int
+    agent: int
+    barrier: int
+    needed: int
+    completed: int
+    since: int
+
+
+def sort_trace(trace: IntArray) -> IntArray:
+    """Rows in a total order that does not depend on which SM an engine looked at first."""
+    columns = (im.T_END, im.T_NAME, im.T_KIND, im.T_OWNER, im.T_TRACK, im.T_SLOT, im.T_SM, im.T_START)
+    return np.ascontiguousarray(trace[np.lexsort([trace[:, c] for c in columns])])
+
+
+def deadlock(image: Image, blocked: list[Blocked]) -> DeadlockError:
+    """The error for a run that stopped with unfinished roles: one SM's story, each role once."""
+    m = image.machine
+    first = blocked[0].group
+    lines = []
+    for item in blocked:
+        if item.group != first:
+            continue
+        sm = first * m.cluster + item.agent // m.agents // m.slots
+        role = image.agents[item.agent % m.agents]
+        if item.barrier < 0:
+            what = "the tile scheduler"
+        else:
+            what = f"phase {item.needed} of barrier '{image.barriers[item.barrier]}' ({item.completed} complete)"
+        lines.append(f"  SM {sm} {role}: waits for {what} since cycle {item.since / im.TICKS:.0f}")
+    others = len({item.group for item in blocked}) - 1
+    tail = f"\n  and the same on {others} more SM groups" if others else ""
+    return DeadlockError("deadlock: nothing is left to do but these roles have not finished\n" + "\n".join(lines) + tail)

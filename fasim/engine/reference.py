@@ -1,0 +1,479 @@
+"""The reference engine: ``docs/semantics.md`` in SimPy, written to be read.
+
+Every role instance is a SimPy process that executes its instructions one by one; whatever it waits
+for is an event. The agenda is ordered by (time, SM group, serial): the group is the event priority.
+The compiled engine must agree with this one event for event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import numpy as np
+import simpy
+
+from fasim import image as im
+from fasim.engine import memory as mem
+from fasim.engine.common import NO_TRACE, SCHEDULER, Blocked, TraceWindow, deadlock, sort_trace
+from fasim.image import Image, IntArray, RawResult
+from fasim.run import REASONS, UNIT_SLICE
+
+WORK, ISSUE, PIPE, DEPENDENCY, BARRIER, FULL, EMPTY, MEMORY, LAUNCH, TAIL = range(len(REASONS))
+
+Wait = Generator[simpy.Event, None, None]
+
+
+@dataclass
+class Sm:
+    """What the CTAs on one SM share."""
+
+    free: list[int] = field(default_factory=lambda: [0] * len(im.PIPES))  # next free tick per pipe
+    mma_until: int = 0  # the tensor core runs asynchronous MMAs until here
+    owed: int = 0  # delay by FMA instructions that the next MMA instruction pays
+    owed_at: int = 0
+    per_fma: int = 0  # of the running MMA, see image.M_DELAY and M_ABSORB
+    absorbed: int = 0
+    tma_free: int = 0
+    ingress_free: int = 0
+
+    def settle(self, now: int) -> None:
+        """Let the running MMA absorb delay since the last look."""
+        gone = ((now - self.owed_at) * self.absorbed) >> im.FRACTION_SHIFT
+        self.owed = max(0, self.owed - gone)
+        self.owed_at = now
+
+
+@dataclass
+class Agent:
+    """One role instance of one CTA."""
+
+    group: int
+    index: int  # within the group
+    kind: int  # within the CTA
+    sm: int  # within the group
+    slot: int
+    start: simpy.Event
+    pc: int = 0
+    row: int = -1
+    iteration: int = -1
+    sequence: int = 0  # tiles taken
+    done_at: int | None = None
+    started: bool = False
+    left: dict[int, int] = field(default_factory=dict)
+    count: dict[int, int] = field(default_factory=dict)
+    address: dict[int, int] = field(default_factory=dict)
+    mma_ends: list[int] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)
+    loads_done: int = 0
+    stores_done: int = 0
+    waiting: tuple[int, int] | None = None  # barrier and phase, or (SCHEDULER, 0)
+    since: int = 0
+    wake: simpy.Event | None = None
+    wake_ticks: int = 0
+
+
+@dataclass
+class Cta:
+    """A CTA's barriers."""
+
+    arrived: list[int]
+    phases: list[int]
+    agents: list[Agent]
+
+
+@dataclass
+class Slot:
+    """One CTA slot of every SM of a group: the home of a cluster."""
+
+    ctas: list[Cta]  # by rank
+    cluster: int = -1
+    running: int = 0
+    drawn: list[int] = field(default_factory=list)
+
+
+class ReferenceEngine:
+    """One run of one image. ``run`` may be called once."""
+
+    def __init__(self, image: Image, window: TraceWindow = NO_TRACE) -> None:
+        self.image, self.m, self.window = image, image.machine, window
+        self.env = simpy.Environment()
+        self.memory = mem.new_memory(image.lines)
+        self.next_cta, self.next_tile = 0, self.m.grid
+        self.events = self.last = self.full_from = 0
+        self.full_until: int | None = None
+        self.bins = np.zeros((im.BINS, len(image.activity) + 1), dtype=np.int64)
+        self.bin_shift = im.FIRST_BIN_SHIFT
+        self.stalls = np.zeros((self.m.agents, len(REASONS)), dtype=np.int64)
+        self.trace: list[tuple[int, ...]] = []
+        self.truncated = False
+        self.code = image.code.tolist()
+        self.sms = [[Sm() for _ in range(self.m.cluster)] for _ in range(self.m.groups)]
+        self.slots = [[self._new_slot(g, s) for s in range(self.m.slots)] for g in range(self.m.groups)]
+
+    def _new_slot(self, group: int, slot: int) -> Slot:
+        ctas = []
+        for rank in range(self.m.cluster):
+            base = (rank * self.m.slots + slot) * self.m.agents
+            agents = [Agent(group, base + k, k, rank, slot, self.env.event()) for k in range(self.m.agents)]
+            ctas.append(Cta([0] * self.m.barriers, [0] * self.m.barriers, agents))
+        return Slot(ctas)
+
+    @property
+    def now(self) -> int:
+        return int(self.env.now)
+
+    # --- the run ---------------------------------------------------------------------------
+    def run(self) -> RawResult:
+        """Execute to the end. Raises DeadlockError when roles are left waiting."""
+        m = self.m
+        for slot in range(m.slots):
+            for group in range(m.groups):
+                if self.next_cta < m.grid:
+                    when = m.ramp + self.next_cta * m.cluster * m.dispatch
+                    self.full_from = max(self.full_from, when)
+                    self.start_cta(group, slot, when)
+        everyone = [a for slots in self.slots for s in slots for cta in s.ctas for a in cta.agents]
+        for agent in everyone:
+            self.env.process(self.live(agent))
+        self.env.run()
+        everyone.sort(key=lambda a: (a.group, a.index))
+        if stuck := [a for a in everyone if a.started and a.done_at is None]:
+            raise deadlock(self.image, [self.describe(a) for a in stuck])
+        for agent in everyone:
+            if agent.done_at is not None:
+                self.stalls[agent.kind, TAIL] += self.last - agent.done_at
+        return RawResult(
+            ticks=self.last,
+            stalls=self.stalls,
+            memory=self.memory.scalars[mem.L2_READ : mem.L2_READ + len(mem.COUNTERS)].copy(),
+            bins=self.bins,
+            bin_shift=self.bin_shift,
+            full_from=self.full_from,
+            full_until=self.last if self.full_until is None else min(self.last, self.full_until),
+            events=self.events,
+            trace=sort_trace(np.array(self.trace, dtype=np.int64).reshape(-1, im.TRACE_COLUMNS)),
+            truncated=self.truncated,
+        )
+
+    def describe(self, agent: Agent) -> Blocked:
+        barrier, needed = agent.waiting or (SCHEDULER, 0)
+        completed = self.cta_of(agent).phases[barrier] if barrier >= 0 else 0
+        return Blocked(agent.group, agent.index, barrier, needed, completed, agent.since)
+
+    def start_cta(self, group: int, slot_index: int, when: int) -> None:
+        """Hand the next cluster to a slot; its roles begin at tick ``when``."""
+        slot = self.slots[group][slot_index]
+        slot.cluster, self.next_cta = self.next_cta, self.next_cta + 1
+        slot.running, slot.drawn = self.m.cluster * self.m.agents, []
+        for cta in slot.ctas:
+            cta.arrived, cta.phases = [0] * self.m.barriers, [0] * self.m.barriers
+            for agent in cta.agents:
+                if agent.done_at is not None:
+                    self.stalls[agent.kind, TAIL] += self.now - agent.done_at
+                self.stalls[agent.kind, LAUNCH] += when - self.now
+                fresh = Agent(group, agent.index, agent.kind, agent.sm, slot_index, agent.start)
+                agent.__dict__.update(fresh.__dict__, started=True, pc=int(self.image.entry[agent.kind]))
+                self.schedule(agent.start, group, when - self.now)
+
+    def schedule(self, event: simpy.Event, group: int, delay: int) -> simpy.Event:
+        """Put ``event`` on the agenda with the group as its priority."""
+        event._ok, event._value = True, None
+        self.env.schedule(event, priority=group, delay=delay)  # type: ignore[arg-type]
+        return event
+
+    def cta_of(self, agent: Agent) -> Cta:
+        return self.slots[agent.group][agent.slot].ctas[agent.sm]
+
+    # --- a role instance -------------------------------------------------------------------
+    def live(self, agent: Agent) -> Wait:
+        """All CTAs this role instance's slot ever holds."""
+        while True:
+            yield agent.start
+            while (row := self.code[agent.pc])[im.K_KIND] != im.END:
+                yield from self.step(agent, row)
+            agent.start = self.env.event()
+            self.finish(agent)
+
+    def step(self, agent: Agent, row: list[int]) -> Wait:
+        """Execute one instruction."""
+        kind = row[im.K_KIND]
+        if kind == im.WORK:
+            yield from self.work(agent, row)
+        elif kind == im.MMA:
+            yield from self.mma(agent, row)
+        elif kind == im.WAIT_MMA:
+            index = len(agent.commits) - 1 - row[2]
+            until = agent.commits[index] if index >= 0 else self.now
+            yield from self.spend(agent, until - self.now, DEPENDENCY, row)
+        elif kind == im.COPY:
+            yield from self.copy(agent, row)
+        elif kind == im.WAIT_COPY:
+            until = agent.loads_done if row[2] == im.LOAD else agent.stores_done
+            yield from self.spend(agent, until - self.now, MEMORY, row)
+        elif kind == im.ARRIVE:
+            self.arrive_op(agent, row)
+        elif kind == im.WAIT:
+            yield from self.wait_op(agent, row)
+        elif kind == im.DELAY:
+            yield from self.spend(agent, row[im.D_TICKS], row[im.D_REASON], row)
+        elif kind == im.LOOP:
+            trips = row[im.L_TRIPS]
+            if row[im.L_COLUMN] >= 0:
+                trips = int(self.image.tiles[agent.row, row[im.L_COLUMN]])
+            if trips <= 0:
+                agent.pc = row[im.L_EXIT]
+                return
+            agent.left[row[im.L_DEPTH]] = trips
+            agent.iteration += 1
+        elif kind == im.END_LOOP:
+            agent.left[row[im.L_DEPTH]] -= 1
+            if agent.left[row[im.L_DEPTH]] > 0:
+                agent.iteration += 1
+                agent.pc = row[im.L_EXIT]
+                return
+        elif kind == im.TILE:
+            yield from self.tile(agent, row)
+            return
+        else:  # END_TILE
+            agent.iteration = -1
+            agent.pc = row[im.T_EXIT]
+            return
+        agent.pc += 1
+
+    def spend(self, agent: Agent, ticks: int, reason: int, row: list[int]) -> Wait:
+        """Let time pass and charge it to ``reason``; nothing happens for no time."""
+        if ticks > 0:
+            self.charge(agent, self.now, self.now + ticks, reason, row[im.K_NAME])
+            self.events += 1
+            yield self.schedule(self.env.event(), agent.group, ticks)
+
+    def charge(self, agent: Agent, start: int, end: int, reason: int, name: int) -> None:
+        if end > start:
+            self.stalls[agent.kind, reason] += end - start
+            self.record(agent, agent.kind, start, end, reason, name, -1, agent.sm)
+
+    # --- vector work and the tensor core ---------------------------------------------------
+    def work(self, agent: Agent, row: list[int]) -> Wait:
+        """Chunks of vector work, each reserving every pipe it uses at its next free tick."""
+        sm = self.sms[agent.group][agent.sm]
+        index = row[im.W_DEMAND]
+        for _ in range(row[im.W_CHUNKS]):
+            now = self.now
+            beside = sm.mma_until > now
+            end, span = now, 0
+            for pipe, ticks in enumerate(self.image.demand[index, int(beside)].tolist()):
+                if ticks > 0:
+                    sm.free[pipe] = max(now, sm.free[pipe]) + ticks
+                    end, span = max(end, sm.free[pipe]), max(span, ticks)
+            self.count(row[im.K_ACTIVITY], now, 1)
+            fma = int(self.image.fma[index])
+            if beside and fma > 0:
+                sm.settle(now)
+                sm.owed += (fma * sm.per_fma) >> im.FRACTION_SHIFT
+            self.charge(agent, now, end - span, PIPE, row[im.K_NAME])
+            self.charge(agent, end - span, end, WORK, row[im.K_NAME])
+            if end > now:
+                self.events += 1
+                yield self.schedule(self.env.event(), agent.group, end - now)
+        yield from self.spend(agent, row[im.W_LATENCY], DEPENDENCY, row)
+
+    def mma(self, agent: Agent, row: list[int]) -> Wait:
+        """Issue a group; a warp blocks at issue while too many of its instructions are in flight."""
+        for _ in range(row[im.M_COUNT]):
+            if len(agent.mma_ends) >= row[im.M_DEPTH]:
+                oldest = agent.mma_ends[-row[im.M_DEPTH]] + row[im.M_DRAIN]
+                yield from self.spend(agent, oldest - self.now, ISSUE, row)
+            self.queue_mma(agent, row)
+            yield from self.spend(agent, row[im.M_INTERVAL], ISSUE, row)
+        done = agent.mma_ends[-1] + row[im.M_DRAIN]
+        agent.commits.append(done)
+        if row[im.M_BAR] >= 0:
+            ranks = range(self.m.cluster) if row[im.M_PAIR] else (agent.sm,)
+            self.complete_later(agent, ranks, self.next_barrier(agent, row), done)
+
+    def queue_mma(self, agent: Agent, row: list[int]) -> None:
+        ranks = range(self.m.cluster) if row[im.M_PAIR] else (agent.sm,)
+        sms = [self.sms[agent.group][r] for r in ranks]
+        start = max(self.now, *(sm.free[im.P_TENSOR] for sm in sms))
+        for sm in sms:
+            sm.settle(self.now)
+        end = start + row[im.M_TICKS] + max(sm.owed for sm in sms)
+        for rank, sm in zip(ranks, sms, strict=True):
+            sm.owed, sm.per_fma, sm.absorbed = 0, row[im.M_DELAY], row[im.M_ABSORB]
+            sm.free[im.P_TENSOR] = sm.mma_until = end
+            self.count(row[im.K_ACTIVITY], start, 1)
+            self.record(agent, self.m.agents, start, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
+        agent.mma_ends.append(end)
+
+    # --- memory ----------------------------------------------------------------------------
+    def copy(self, agent: Agent, row: list[int]) -> Wait:
+        """Start a copy. A load completes at a barrier, or is the role's own to wait for."""
+        m, now = self.m, self.now
+        sm = self.sms[agent.group][agent.sm]
+        tensor, nbytes, kind = row[im.C_TENSOR], row[im.C_BYTES], row[im.C_KIND]
+        line = int(self.image.line_base[tensor] + self.image.tiles[agent.row, row[im.C_COLUMN]])
+        line += row[im.C_STEP] * agent.address.get(tensor, 0)
+        agent.address[tensor] = agent.address.get(tensor, 0) + 1
+        start = now
+        if not row[im.C_ENGINE]:
+            start = max(now, sm.tma_free)
+            sm.tma_free = start + row[im.C_ISSUE]
+        before = self.hbm_bytes()
+        done = int(mem.access(m, self.memory, start, line, nbytes, kind))
+        self.count(-1, start, ((self.hbm_bytes() - before) * m.hbm_rate) >> im.RATE_SHIFT)
+        self.count(row[im.K_ACTIVITY], start, 1)
+        into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT
+        if kind != im.LOAD:
+            agent.stores_done = max(agent.stores_done, start + into_sm + m.store_latency)
+        else:
+            ranks = range(m.cluster) if row[im.C_MULTICAST] else (agent.sm,)
+            latency = m.thread_latency if row[im.C_ENGINE] else m.tma_latency
+            latency += m.multicast_latency if row[im.C_MULTICAST] else 0
+            for rank in ranks:
+                other = self.sms[agent.group][rank]
+                other.ingress_free = max(start, other.ingress_free) + into_sm
+                done = max(done, other.ingress_free)
+            for rank in ranks:
+                end = self.sms[agent.group][rank].ingress_free
+                self.record(agent, m.agents + 1, end - into_sm, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
+            if row[im.M_BAR] < 0:
+                agent.loads_done = max(agent.loads_done, done + latency)
+            else:
+                self.complete_later(agent, ranks, self.next_barrier(agent, row), done + latency)
+        yield from self.spend(agent, start + row[im.C_ISSUE] - now, ISSUE, row)
+
+    def hbm_bytes(self) -> int:
+        return int(self.memory.scalars[mem.HBM_READ] + self.memory.scalars[mem.HBM_WRITE])
+
+    # --- barriers --------------------------------------------------------------------------
+    def next_barrier(self, agent: Agent, row: list[int]) -> int:
+        """The barrier of the stage that this use's counter points at; the counter moves on."""
+        n = agent.count.get(row[im.M_COUNTER], 0)
+        agent.count[row[im.M_COUNTER]] = n + 1
+        return row[im.M_BAR] + n % row[im.M_STAGES]
+
+    def complete_later(self, agent: Agent, ranks: range | tuple[int, ...], barrier: int, when: int) -> None:
+        """An asynchronous arrival at ``barrier`` of the CTAs ``ranks`` at tick ``when``."""
+        for rank in ranks:
+            cta = self.slots[agent.group][agent.slot].ctas[rank]
+            event = self.env.event()
+            event.callbacks.append(lambda _, cta=cta: self.completed(cta, barrier))  # type: ignore[union-attr, misc]
+            self.schedule(event, agent.group, when - self.now)
+
+    def completed(self, cta: Cta, barrier: int) -> None:
+        self.events += 1
+        self.arrive(cta, barrier)
+
+    def arrive(self, cta: Cta, barrier: int) -> None:
+        """One arrival; the last one of a phase wakes the waiting roles in their order."""
+        cta.arrived[barrier] += 1
+        if cta.arrived[barrier] < self.image.need[barrier]:
+            return
+        cta.arrived[barrier] = 0
+        cta.phases[barrier] += 1
+        for agent in cta.agents:
+            if agent.waiting and agent.waiting[0] == barrier and agent.waiting[1] <= cta.phases[barrier]:
+                self.wake(agent, agent.wake_ticks)
+
+    def wake(self, agent: Agent, ticks: int) -> None:
+        assert agent.wake is not None
+        agent.waiting = None
+        self.schedule(agent.wake, agent.group, ticks)
+
+    def block(self, agent: Agent, barrier: int, phase: int, reason: int, wake_ticks: int, row: list[int]) -> Wait:
+        """Wait until :meth:`wake`; the time is charged to ``reason`` afterwards."""
+        agent.waiting, agent.since = (barrier, phase), self.now
+        agent.wake, agent.wake_ticks = self.env.event(), wake_ticks
+        yield agent.wake
+        self.events += 1
+        self.charge(agent, agent.since, self.now, reason, row[im.K_NAME])
+
+    def arrive_op(self, agent: Agent, row: list[int]) -> None:
+        barrier = self.next_barrier(agent, row)
+        ctas = self.slots[agent.group][agent.slot].ctas
+        chosen = {im.SCOPE_CTA: [ctas[agent.sm]], im.SCOPE_LEADER: [ctas[0]], im.SCOPE_CLUSTER: ctas}
+        for cta in chosen[row[im.B_SCOPE]]:
+            self.arrive(cta, barrier)
+
+    def wait_op(self, agent: Agent, row: list[int]) -> Wait:
+        phase = agent.count.get(row[im.M_COUNTER], 0) // row[im.M_STAGES] + 1 - row[im.B_AHEAD]
+        barrier = self.next_barrier(agent, row)
+        if self.cta_of(agent).phases[barrier] >= phase:
+            yield from self.spend(agent, row[im.B_TRY], ISSUE, row)
+        else:
+            yield from self.block(agent, barrier, phase, row[im.B_REASON], row[im.B_WAKE], row)
+
+    # --- work tiles and CTAs ---------------------------------------------------------------
+    def tile(self, agent: Agent, row: list[int]) -> Wait:
+        """Take the next work tile, or leave the tile loop."""
+        m = self.m
+        slot = self.slots[agent.group][agent.slot]
+        j = agent.sequence
+        if m.mode == im.SINGLE:
+            tile = slot.cluster if j == 0 else m.cluster_tiles
+        elif m.mode == im.STATIC:
+            tile = slot.cluster + j * m.grid
+        else:
+            if j >= len(slot.drawn):
+                if row[im.T_DRAWS] and agent.sm == 0:
+                    self.draw(slot, j)
+                else:
+                    yield from self.block(agent, SCHEDULER, 0, FULL, m.named_wake, row)
+            tile = slot.drawn[j]
+        if tile >= m.cluster_tiles:
+            agent.pc, agent.row, agent.iteration = row[im.T_EXIT], -1, -1
+            return
+        agent.row, agent.sequence = tile * m.cluster + agent.sm, j + 1
+        agent.address.clear()
+        agent.pc += 1
+
+    def draw(self, slot: Slot, j: int) -> None:
+        """Ask the scheduler: the first tile is the CTA's own number, later ones come from the counter."""
+        tile = slot.cluster
+        if j > 0:
+            tile, self.next_tile = self.next_tile, self.next_tile + 1
+        slot.drawn.append(tile)
+        for cta in slot.ctas:
+            for agent in cta.agents:
+                if agent.waiting and agent.waiting[0] == SCHEDULER:
+                    self.wake(agent, agent.wake_ticks)
+
+    def finish(self, agent: Agent) -> None:
+        """A role ended; the last of a cluster frees the slot for the next CTA."""
+        agent.done_at = self.now
+        self.last = max(self.last, self.now)
+        slot = self.slots[agent.group][agent.slot]
+        slot.running -= 1
+        if slot.running > 0:
+            return
+        if self.next_cta < self.m.grid:
+            self.start_cta(agent.group, agent.slot, self.now + self.m.turnover)
+        else:
+            self.full_until = self.now if self.full_until is None else min(self.full_until, self.now)
+
+    # --- accounting ------------------------------------------------------------------------
+    def count(self, activity: int, start: int, amount: int) -> None:
+        """Add to the busy histogram, doubling its bin width when the run outgrows it."""
+        while (start >> self.bin_shift) >= im.BINS:
+            folded = self.bins[0::2] + self.bins[1::2]
+            self.bins[:] = 0
+            self.bins[: im.BINS // 2] = folded
+            self.bin_shift += 1
+        self.bins[start >> self.bin_shift, activity] += amount
+
+    def record(
+        self, agent: Agent, track: int, start: int, end: int, kind: int, name: int, owner: int, rank: int
+    ) -> None:
+        sm = agent.group * self.m.cluster + rank
+        if end <= start or sm not in self.window.sms or end <= self.window.ticks[0] or start >= self.window.ticks[1]:
+            return
+        if len(self.trace) >= self.window.limit:
+            self.truncated = True
+            return
+        self.trace.append((start, end, sm, agent.slot, track, name, kind, agent.row, agent.iteration, owner))
+
+
+def run(image: Image, window: TraceWindow = NO_TRACE) -> RawResult:
+    """Execute ``image`` on the reference engine; see :class:`ReferenceEngine`."""
+    return ReferenceEngine(image, window).run()

@@ -1,0 +1,316 @@
+"""Predicted against measured: every row of a CSV of timings, simulated and compared.
+
+The CSV has the columns of ``validation/data/h200_timing.csv``: ``arch`` picks the chip, ``kernel`` the schedule,
+``sm_clock_mhz`` the clock. Where the clock is known, cycles are compared; where it is empty, the architecture file's
+sustained clock is used and the error is one of time. A column named after a knob of the schedule sets that knob
+(empty: its default). Other columns are carried through. A row that cannot be predicted keeps its reason.
+
+Errors are signed fractions of the measurement: ``predicted / measured - 1``, so -0.05 is 5 % too fast.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fasim.errors import ConfigError, FasimError, ModelError, did_you_mean
+from fasim.studies.validation import RESULT, SHAPE, SHORT_US, Effect, Row, Validation
+
+if TYPE_CHECKING:
+    from fasim.library import Schedule
+    from fasim.problem import Problem
+
+#: Kernels whose schedule has another name, with the knobs that make it that kernel. As in FlashAttention-3's
+#: ``num_splits``, 0 lets its heuristic choose.
+ALIASES: dict[str, tuple[str, dict[str, object]]] = {
+    "fa4sm90": ("fa4", {}),
+    "fa3split": ("fa3", {"splits": 0}),
+}
+
+_REQUIRED = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q", "heads_q", "head_dim")
+_MEASURED = ("ms", "sm_clock_mhz", "cycles")
+_CONTRACT = frozenset((*_REQUIRED, *SHAPE, *_MEASURED))
+
+Progress = Callable[[int, int], None]
+Line = tuple[int, dict[str, str]]  # number in the file, cells
+
+
+class Outcome(NamedTuple):
+    """What one simulation contributes to a row."""
+
+    cycles: float
+    clock_mhz: float
+    bottleneck: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """One simulation. Rows with equal tasks share it."""
+
+    schedule: str
+    problem: Problem
+    arch: str
+    overrides: tuple[str, ...]
+    knobs: tuple[tuple[str, object], ...]
+    clock_mhz: float | None
+    engine: str
+
+    def run(self) -> Outcome | str:
+        """Simulate; an expected failure is returned as its message."""
+        from fasim.arch import load_arch
+        from fasim.simulate import simulate
+
+        try:
+            arch = load_arch(self.arch, self.overrides)
+            run = simulate(
+                self.schedule,
+                self.problem,
+                arch,
+                knobs=dict(self.knobs),
+                clock_mhz=self.clock_mhz,
+                engine=self.engine,
+            )
+        except FasimError as error:
+            return str(error)
+        return Outcome(run.cycles, run.clock_mhz, run.bottleneck)
+
+
+def validate(
+    data: str | Path,
+    *,
+    kernels: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    engine: str = "compiled",
+    jobs: int | None = None,
+    effects: bool = False,
+    progress: Progress | None = None,
+) -> Validation:
+    """Simulate the rows of the CSV ``data`` and compare.
+
+    Args:
+        data: CSV file.
+        kernels: only rows of these kernels; all when empty.
+        overrides: ``path=value`` changes of every architecture.
+        engine: ``compiled`` or ``reference``.
+        jobs: worker processes, one per CPU by default; 1 stays in this process. Workers import the caller's main
+            module, so a script that calls this guards it with ``if __name__ == "__main__"``.
+        effects: also compare each ``variant`` with the ``*_default`` variant of the same shape.
+        progress: called with the number of finished simulations and of all.
+
+    Raises:
+        ConfigError: the file cannot be read, lacks a column or has a cell that is no number; an unknown kernel or
+            override was asked for; ``effects`` without a ``variant`` column.
+    """
+    from fasim.library import load_schedule
+
+    path = Path(data)
+    content, lines = _read(path, kernels, effects)
+    _check_overrides(lines, overrides)
+    load = cache(load_schedule)
+    tasks = [_task(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
+    outcomes = _simulate([task for task in tasks if isinstance(task, Task)], jobs or os.cpu_count() or 1, progress)
+    rows = tuple(
+        _compare(f"{path}:{number}", columns, outcomes[task] if isinstance(task, Task) else task)
+        for (number, columns), task in zip(lines, tasks, strict=True)
+    )
+    names = list(lines[0][1]) if lines else []
+    knobs = {name for task in tasks if isinstance(task, Task) for name, _ in task.knobs}
+    return Validation(
+        data=str(data),
+        data_sha256=hashlib.sha256(content).hexdigest(),
+        engine=engine,
+        overrides=tuple(overrides),
+        rows=rows,
+        effects=tuple(_effects(rows)) if effects else None,
+        knob_columns=tuple(name for name in names if name in knobs),
+        carried_columns=tuple(name for name in names if name not in knobs and name not in _CONTRACT),
+    )
+
+
+def _read(path: Path, kernels: Sequence[str], effects: bool) -> tuple[bytes, list[Line]]:
+    """The bytes of the file and its rows of the wanted kernels with their line numbers."""
+    try:
+        content = path.read_bytes()
+        text = io.StringIO(content.decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, strict=True, restval="", restkey="")
+        names = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = names
+        lines = [(reader.line_num, row) for row in reader]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: not a CSV file: {error}") from None
+    for name in (*_REQUIRED, *(("variant",) if effects else ())):
+        if name not in names:
+            raise ConfigError(f"{path}: column '{name}' is missing{did_you_mean(name, names)}")
+    if not {"ms", "cycles"} & set(names):
+        raise ConfigError(f"{path}: neither 'ms' nor 'cycles' is a column{did_you_mean('ms', names)}")
+    for name in names:
+        if name in RESULT or names.count(name) > 1:
+            raise ConfigError(f"{path}: column '{name}' is {'reserved' if name in RESULT else 'there twice'}")
+    for number, row in lines:
+        if "" in row:
+            raise ConfigError(f"{path}:{number}: more cells than columns")
+    known = {row["kernel"] for _, row in lines}
+    for kernel in kernels:
+        if kernel not in known:
+            raise ConfigError(f"--kernel: {path} has no '{kernel}'{did_you_mean(kernel, known)}")
+    return content, [line for line in lines if not kernels or line[1]["kernel"] in kernels]
+
+
+def _task(
+    where: str, columns: Mapping[str, str], load: Callable[[str], Schedule], overrides: Sequence[str], engine: str
+) -> Task | str:
+    """The simulation of a row, or the reason why there is none. ``where`` is the file and line."""
+    from fasim.library import list_schedules
+    from fasim.problem import Problem
+
+    shape = {name: _integer(where, columns, name) for name in SHAPE}
+    clock_mhz = _positive(where, columns, "sm_clock_mhz")
+    causal = {"0": False, "false": False, "1": True, "true": True}.get(columns["causal"].lower())
+    if causal is None:
+        raise ConfigError(f"{where}: causal: '{columns['causal']}' is neither 0 nor 1")
+    name, preset = ALIASES.get(columns["kernel"], (columns["kernel"], {}))
+    if name not in list_schedules() and not name.endswith(".py"):
+        return f"no schedule for kernel '{columns['kernel']}'"
+    try:
+        schedule = load(name)
+        given: dict[str, Any] = {key: value for key, value in shape.items() if value is not None}
+        problem = Problem(causal=causal, dtype=columns["dtype"], direction=columns["direction"], **given)
+    except FasimError as error:
+        return str(error)
+    cells = {key: text for key, text in columns.items() if text and key in schedule.knobs and key not in _CONTRACT}
+    return Task(
+        schedule=name,
+        problem=problem,
+        arch=_arch_name(columns),
+        overrides=tuple(overrides),
+        knobs=tuple(sorted({**preset, **cells}.items())),
+        clock_mhz=clock_mhz,
+        engine=engine,
+    )
+
+
+def _arch_name(columns: Mapping[str, str]) -> str:
+    name = columns["arch"]
+    return name if name.endswith(".toml") else name.replace("-", "_")
+
+
+def _check_overrides(lines: Iterable[Line], overrides: Sequence[str]) -> None:
+    """Raise for an override that is wrong for an arch: a slip of the caller's, not of a row."""
+    from fasim.arch import load_arch
+
+    for name in dict.fromkeys(_arch_name(columns) for _, columns in lines):
+        try:
+            load_arch(name)
+        except FasimError:
+            continue  # its rows say so
+        load_arch(name, overrides)
+
+
+def _simulate(tasks: Iterable[Task], jobs: int, progress: Progress | None) -> dict[Task, Outcome | str]:
+    # Largest first, so that no worker is left alone with a long run at the end.
+    unique = sorted(dict.fromkeys(tasks), key=lambda task: -task.problem.flops())
+    outcomes: dict[Task, Outcome | str] = {}
+    with _mapper(min(jobs, len(unique))) as mapped:
+        for task, outcome in zip(unique, mapped(Task.run, unique), strict=True):
+            outcomes[task] = outcome
+            if progress is not None:
+                progress(len(outcomes), len(unique))
+    return outcomes
+
+
+@contextmanager
+def _mapper(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """``map``, spread over ``jobs`` processes."""
+    if jobs <= 1:
+        yield map
+        return
+    # Not fork: a progress bar runs in a thread, and fork copies its locks as they are.
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    try:
+        yield pool.map
+    except BrokenProcessPool:
+        raise ModelError("a worker process died (out of memory?); fewer processes: --jobs 1") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compare(where: str, columns: Mapping[str, str], outcome: Outcome | str) -> Row:
+    ms, clock_mhz, cycles = (_positive(where, columns, name) for name in ("ms", "sm_clock_mhz", "cycles"))
+    in_time = clock_mhz is None and ms is not None
+    if isinstance(outcome, Outcome):
+        clock_mhz = outcome.clock_mhz
+    if ms is not None and clock_mhz is not None and (cycles is None or in_time):
+        cycles = 1e3 * ms * clock_mhz
+    elif ms is None and cycles is not None and clock_mhz is not None:
+        ms = cycles / (1e3 * clock_mhz)
+    row = partial(Row, columns, ms is not None and 1e3 * ms < SHORT_US, measured_cycles=cycles, clock_mhz=clock_mhz)
+    if not isinstance(outcome, Outcome):
+        return row(reason=outcome)
+    if cycles is None:
+        return row(reason="no measurement: 'ms' and 'cycles' are empty", predicted_cycles=outcome.cycles)
+    return row(
+        predicted_cycles=outcome.cycles,
+        error=outcome.cycles / cycles - 1,
+        compared="time" if in_time else "cycles",
+        bottleneck=outcome.bottleneck,
+    )
+
+
+def _effects(rows: Iterable[Row]) -> Iterator[Effect]:
+    """Each predicted variant against the predicted ``<family>_default`` of its shape."""
+
+    def shape(row: Row) -> tuple[str, ...]:
+        family = row.columns["variant"].partition("_")[0]
+        return (family, *(row.columns.get(name, "") for name in (*_REQUIRED, *SHAPE)))
+
+    predicted = [row for row in rows if row.error is not None]
+    defaults = {shape(row): row for row in predicted if row.columns["variant"].endswith("_default")}
+    for row in predicted:
+        default = defaults.get(shape(row))
+        if default is not None and default is not row:
+            yield Effect(
+                row.columns["variant"],
+                row,
+                measured=_ratio(row.measured_cycles, default.measured_cycles) - 1,
+                predicted=_ratio(row.predicted_cycles, default.predicted_cycles) - 1,
+            )
+
+
+def _ratio(value: float | None, base: float | None) -> float:
+    assert value is not None and base is not None  # only rows with an error are compared
+    return value / base
+
+
+def _integer(where: str, columns: Mapping[str, str], name: str) -> int | None:
+    text = columns.get(name, "")
+    if not text and name not in _REQUIRED:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{where}: {name}: '{text}' is not a whole number") from None
+
+
+def _positive(where: str, columns: Mapping[str, str], name: str) -> float | None:
+    text = columns.get(name, "")
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {name}: '{text}' is not a positive number")
+    return value

@@ -1,0 +1,191 @@
+"""The report of one run: how long, which unit limits it, and what every role waited for.
+
+A sample::
+
+    52,685 cycles = 32.93 us at 1600 MHz (h200.toml: sustained clock of 16-bit
+    tensor work)
+    739.8 TFLOP/s, 85.5 % of the dense BF16 peak at this clock, bottleneck: tensor
+    fa3 · B3 S1408 H8 d128 bf16 forward · h200 · sm.mufu.ops_per_cycle=16
+
+    Utilisation, % of peak rate
+    unit    run steady
+    tensor 85.5   92.4 ━━━━━━━━━━━━━━━━━    limit
+    mufu   54.2   58.5 ━━━━━━━━━━╸
+    smem   49.3   53.2 ━━━━━━━━━╸
+    alu    47.1   50.9 ━━━━━━━━━
+    issue  41.0   44.3 ━━━━━━━━
+    fma    38.4   41.5 ━━━━━━━╸
+    tma    34.0   36.7 ━━━━━━╸
+    l2     31.5   34.0 ━━━━━━
+    hbm    22.4   24.2 ━━━━
+    lsu     2.2    2.4
+
+    Time of each role, %
+    role      work issue pipe dependency barrier full empty memory launch tail
+    producer     -   1.2    -          -       -    -  82.0      -    1.8 15.0
+    consumer0 55.0  32.1  4.3        1.4       -  1.1     -    1.6    1.8  2.7
+    consumer1 55.0  32.7  4.3        1.4     2.0  1.1     -    1.6    1.9    -
+
+    Traffic
+        read MB write MB GB/s
+    L2    199.0      8.7 6306
+    HBM    26.0      8.7 1052
+
+    264 tiles, 132 CTAs, 1 per SM, 2.00 waves, fasim 0.1.0, compiled engine, arch
+    digest 5f2c9d1e77aa
+
+How to read it: the first two lines are the answer. *Utilisation* is the share of its peak rate at which each
+unit ran, over the whole run and while every SM had work; the limiting unit is marked. A run whose
+bottleneck is "latency" has no unit near its limit: its roles wait for each other. *Time of each role* adds up to
+100 % per row (in warp terms: "issue" includes blocking while the MMA queue is full, "dependency" is
+waiting for an own result, "full" and "empty" are waits at the two sides of a buffer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import StringIO
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fasim.run import REASONS, UNITS, Run
+from fasim.views.common import provenance
+
+_BAR_WIDTH = 20
+_HIGH_PERCENT = 80.0  # a unit this busy is near its limit
+_STALL_PERCENT = 20.0  # a wait this long deserves a look, unless it is one of:
+#: Healthy: blocked at issue the MMA queue is full, a producer that waits for an empty buffer is ahead.
+_HEALTHY = ("issue", "empty", "launch", "tail")
+#: Column heads of at most four characters, the width of a share.
+_SHORT = {"issue": "iss", "dependency": "dep", "barrier": "barr", "empty": "empt", "memory": "mem", "launch": "lnch"}
+
+
+def render_report(run: Run) -> RenderableType:
+    """The report as a rich renderable; it fits 80 columns and stays readable at 60."""
+    parts: list[RenderableType] = [_headline(run), Text(), _utilisation(run), Text(), _StallTable(run.stalls)]
+    return Group(*parts, Text(), _traffic(run), Text(), _origin(run))
+
+
+def render_report_text(run: Run, width: int = 100) -> str:
+    """The report as plain text without colour, lines at most ``width`` characters."""
+    console = Console(file=StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(render_report(run))
+    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
+
+
+def _headline(run: Run) -> Text:
+    dtype = str(run.meta.get("problem", {}).get("dtype", "")).upper()
+    peak = f"{run.peak_percent:.1f} % of the dense {dtype} peak at this clock".replace("  ", " ")
+    reason = run.meta.get("clock_reason", "")
+    text = Text()
+    text.append(f"{run.cycles:,.0f} cycles", style="bold")
+    text.append(" = ")
+    text.append(f"{run.time_us:.4g} us", style="bold")
+    text.append(f" at {run.clock_mhz:.0f} MHz")
+    text.append(f" ({reason})\n" if reason else "\n", style="dim")
+    text.append(f"{run.tflops:.1f} TFLOP/s", style="bold")
+    text.append(f", {peak}, bottleneck: ")
+    text.append(run.bottleneck, style="bold red")
+    text.append("\n" + " · ".join(provenance(run)), style="cyan")
+    return text
+
+
+def _table(title: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    return table
+
+
+def _utilisation(run: Run) -> Table:
+    table = _table("Utilisation, % of peak rate")
+    table.add_column("unit")
+    table.add_column("run", justify="right")
+    steady = run.utilisation_steady
+    if steady is not None:
+        table.add_column("steady", justify="right")
+    table.add_column("", width=_BAR_WIDTH)
+    table.add_column("")
+    order = {unit: position for position, unit in enumerate(UNITS)}
+    for unit, percent in sorted(run.utilisation.items(), key=lambda item: (-item[1], order.get(item[0], len(order)))):
+        limit = unit == run.bottleneck
+        style = "bold red" if limit else "yellow" if percent >= _HIGH_PERCENT else ""
+        cells: list[RenderableType] = [Text(unit, style=style), Text(f"{percent:.1f}", style=style)]
+        if steady is not None:
+            cells.append(f"{steady[unit]:.1f}" if unit in steady else "")
+        colour = "red" if limit else "yellow" if percent >= _HIGH_PERCENT else "green"
+        bar = ProgressBar(total=100, completed=percent, width=_BAR_WIDTH, complete_style=colour, finished_style=colour)
+        table.add_row(*cells, bar, Text("limit", style=style) if limit else "")
+    return table
+
+
+class _StallTable:
+    """Stall shares by role; the column heads are abbreviated where the terminal is too narrow for them."""
+
+    def __init__(self, stalls: Mapping[str, Mapping[str, float]]) -> None:
+        self.stalls = {role: dict(zip(REASONS, _tenths(shares), strict=True)) for role, shares in stalls.items()}
+        self.reasons = [r for r in REASONS if any(row[r] for row in self.stalls.values())]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        full = self._shares({})
+        fits = console.measure(full, options=options.update(max_width=10_000)).maximum <= options.max_width
+        yield full if fits else self._shares(_SHORT)
+
+    def _shares(self, short: Mapping[str, str]) -> Table:
+        table = _table("Time of each role, %")
+        table.add_column("role")
+        for reason in self.reasons:
+            table.add_column(short.get(reason, reason), justify="right")
+        for role, shares in self.stalls.items():
+            table.add_row(Text(role), *(_share_cell(reason, shares[reason]) for reason in self.reasons))
+        return table
+
+
+def _tenths(shares: Mapping[str, float]) -> list[float]:
+    """Shares in the order of REASONS, rounded to 0.1 so that the printed row adds up to 100 exactly.
+
+    By the largest remainder method.
+    """
+    exact = [10 * shares.get(reason, 0.0) for reason in REASONS]
+    tenths = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: tenths[i] - exact[i])
+    for i in by_remainder[: round(sum(exact)) - sum(tenths)]:
+        tenths[i] += 1
+    return [value / 10 for value in tenths]
+
+
+def _share_cell(reason: str, percent: float) -> Text:
+    if not percent:
+        return Text("-", style="dim")
+    if reason == "work":
+        return Text(f"{percent:.1f}", style="green")
+    waiting = reason not in _HEALTHY and percent >= _STALL_PERCENT
+    return Text(f"{percent:.1f}", style="yellow" if waiting else "")
+
+
+def _traffic(run: Run) -> Table:
+    table = _table("Traffic")
+    for head in ("", "read MB", "write MB", "GB/s"):
+        table.add_column(head, justify="right" if head else "left")
+    for level in ("l2", "hbm"):
+        read, write = (run.traffic.get(f"{level}_{way}_bytes", 0.0) for way in ("read", "write"))
+        rate = (read + write) / run.time_us / 1e3 if run.time_us else 0.0
+        table.add_row(level.upper(), f"{read / 1e6:.1f}", f"{write / 1e6:.1f}", f"{rate:.0f}")
+    return table
+
+
+def _origin(run: Run) -> Text:
+    meta = run.meta
+    parts = [
+        ("{} tiles", "tiles"),
+        ("{} CTAs", "ctas"),
+        ("{} per SM", "ctas_per_sm"),
+        ("{:.2f} waves", "waves"),
+        ("fasim {}", "fasim_version"),
+        ("{} engine", "engine"),
+        ("arch digest {:.12}", "arch_digest"),
+    ]
+    return Text(", ".join(form.format(meta[key]) for form, key in parts if key in meta), style="dim")

@@ -1,0 +1,340 @@
+"""FlashAttention-3 forward on Hopper: warp-specialised, ping-pong, intra-warpgroup overlap.
+
+One producer warp loads Q, K and V by TMA into rings of mbarriers; two or three consumer warpgroups
+own 64 query rows each. A consumer issues S = Q K(n) and O += P V(n+1) back to back, then computes
+the softmax of block n. Two tricks hide that softmax: the tensor core works for the *other*
+warpgroup meanwhile (ping-pong: named barriers hand the right to issue around), and a warpgroup's
+own PV still runs while its row maximum is taken (overlap). KV blocks are visited last to first.
+
+Sources: the hopper/ folder of Dao-AILab/flash-attention at 0251105a (tile_size.h,
+mainloop_fwd_sm90_tma_gmma_ws.hpp, tile_scheduler.hpp) for tiles, roles, barriers and order;
+instruction counts from the disassembly of that build (nvcc 13.0): per thread and iteration with
+E = tile_n / 2 elements and 2 rows, E+4 FMNMX, E+2 FFMA, E+2 EX2, E FADD, dv/2+4 FMUL, E/2 F2FP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+
+from fasim.arch import Arch
+from fasim.errors import BudgetError, ConfigError
+from fasim.library import schedule
+from fasim.problem import Problem
+from fasim.schedule import Barrier, Kernel, Ring, Role
+
+#: (head_dim up to, head_dim_v up to, causal) -> tile_m, tile_n, P in registers. tile_size.h
+TILES = {
+    (64, 64, False): (192, 192, False),
+    (64, 64, True): (192, 128, True),
+    (96, 96, False): (192, 144, False),
+    (96, 96, True): (192, 144, False),
+    (128, 128, False): (128, 176, True),
+    (128, 128, True): (128, 128, True),
+    (192, 128, False): (128, 128, True),
+    (192, 128, True): (128, 128, True),
+    (192, 192, False): (128, 112, True),
+    (192, 192, True): (128, 112, True),
+    (256, 256, False): (128, 80, True),
+    (256, 256, True): (128, 80, True),
+}
+
+#: Share of the exponentials the compiler places before its wait for PV (from the SASS): none where P
+#: goes through shared memory, more where tiles are narrow.
+EARLY_EXP = {64: 0.20, 96: 0.0, 128: 0.25, 192: 0.32, 256: 0.43}
+
+#: consumer warpgroups -> (producer, consumer) registers after setmaxnreg, registers at launch
+REGISTERS = {1: (56, 256, 128), 2: (24, 240, 168), 3: (32, 160, 128)}
+
+#: Issue slots per wgmma: descriptors and uniform registers. (594 - 472) / 19 in the d128 loop.
+SLOTS_PER_WGMMA = 6.5
+
+#: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
+L2_SECTION_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Config:
+    """Resolved knobs and the counts that follow from them."""
+
+    m: int
+    n: int
+    d: int
+    dv: int
+    stages: int
+    pingpong: bool
+    overlap: bool
+    in_registers: bool
+    exp: bool
+    early: float
+    warpgroups: int
+    rescale_early: bool
+
+    @property
+    def elements(self) -> float:
+        """Score elements per thread and iteration."""
+        return self.n / 2
+
+    @property
+    def exps(self) -> float:
+        return self.elements if self.exp else 0.0
+
+
+@schedule(architectures=("hopper",), dtypes=("bf16", "fp16"))
+def fa3(
+    problem: Problem,
+    arch: Arch,
+    *,
+    tile_m: Annotated[int | None, "query rows per CTA, 64 per consumer warpgroup; default: tile table"] = None,
+    tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None,
+    stages: Annotated[int, "buffers each of K and V"] = 2,
+    pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None,
+    overlap: Annotated[bool, "issue QK of the next block before PV of the last (intra-warpgroup overlap)"] = True,
+    p_in_registers: Annotated[bool | None, "P is the register operand of PV, else it goes through SMEM"] = None,
+    cluster: Annotated[int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"] = None,
+    exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True,
+    persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True,
+    early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
+) -> Kernel:
+    """FlashAttention-3 forward on Hopper: ping-pong warpgroups, QK and softmax overlapped."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    row = next((tiles for (a, b, c), tiles in TILES.items() if d <= a and dv <= b and c == problem.causal), None)
+    if row is None or d % 16 or dv % 16:
+        raise ConfigError(f"fa3: no tile for head_dim {d}, head_dim_v {dv}; multiples of 16 up to 256 exist")
+    m, n = tile_m or row[0], tile_n or row[1]
+    warpgroups = m // 64
+    if m % 64 or warpgroups not in REGISTERS:
+        raise ConfigError(f"fa3: tile_m {m} is not 64 per warpgroup for 1 to 3 warpgroups (64, 128, 192)")
+    if n % 16 or not 16 <= n <= 256:
+        raise ConfigError(f"fa3: tile_n {n} is not a wgmma width: a multiple of 16 up to 256")
+    in_registers = row[2] if p_in_registers is None else p_in_registers
+    if pingpong is None:
+        pingpong = (warpgroups >= 2 and d <= 128) if overlap else warpgroups == 2
+    if pingpong and warpgroups < 2:
+        raise ConfigError("fa3: pingpong needs two consumer warpgroups (tile_m >= 128)")
+    m_blocks = -(-problem.seqlen_q // m)
+    if cluster is None:
+        cluster = 2 if d >= 128 and not problem.causal and m_blocks % 2 == 0 and persistent else 1
+    if m_blocks % cluster:
+        raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
+    limit = min(head for head in EARLY_EXP if head >= max(d, dv))
+    early = early_exp if early_exp is not None else (EARLY_EXP[limit] if in_registers else 0.0)
+    cfg = Config(m, n, d, dv, stages, pingpong, overlap, in_registers, exp, early, warpgroups, max(d, dv) > 128 and overlap)
+    _check_registers(cfg, arch)
+
+    knobs = dict(tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers)
+    knobs |= dict(cluster=cluster, exp=exp, persistent=persistent, early_exp=early)
+    k = Kernel("fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2])
+    _grid(k, cfg, persistent)
+    q_row, kv_rows = 2 * d, 2 * n
+    shared = cluster > 1
+    q_ring = k.ring(k.tensor("Q", k.tile_count, m * q_row, "q"), m * q_row, 1, consumers=warpgroups, boxes=-(-d // 64))
+    blocks = -(-problem.seqlen_k // n)
+    lines = problem.batch * problem.heads_kv * blocks * cluster
+    k_tensor = k.tensor("K", lines, kv_rows * d // cluster, "kv", -cluster)
+    v_tensor = k.tensor("V", lines, kv_rows * dv // cluster, "kv", -cluster)
+    k_ring = k.ring(k_tensor, kv_rows * d, stages, consumers=warpgroups, multicast=shared, boxes=-(-d // 64))
+    v_ring = k.ring(v_tensor, kv_rows * dv, stages, consumers=warpgroups, multicast=shared, boxes=-(-dv // 64))
+    o_tensor = k.tensor("O", k.tile_count, 2 * m * dv, "q")
+    k.smem("O", 2 * m * dv, aliases="V")
+    if not in_registers:
+        k.smem("P", 2 * m * n)
+    o_free = k.barrier("O.free", 1)  # O shares V's space: V may land once the store has read O
+    turn = k.turns("turn", warpgroups)
+    epilogue = k.barrier("epilogue", warpgroups, named=True)
+
+    with k.role("producer", warps=1, registers=REGISTERS[warpgroups][0]) as p:
+        p.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")  # barriers, setmaxnreg
+        with p.tiles(draws=True):
+            p.load(k_ring)
+            p.load(q_ring)
+            p.wait_barrier(o_free, reason="empty", ahead=1)
+            for trips in ("masked", "full"):
+                with p.loop(trips):
+                    p.load(k_ring)
+                    p.load(v_ring)
+            p.load(v_ring)
+
+    with k.role("consumer", warpgroups=warpgroups, registers=REGISTERS[warpgroups][1]) as c:
+        c.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
+        with c.tiles():
+            c.wait(q_ring)
+            if overlap:
+                _wait_polled(c, k_ring, True)
+                _qk(c, cfg)
+                c.wait_mma(0, "wait QK")
+                c.release(k_ring)
+                _softmax_whole(c, cfg, masked=True, first=True)
+                for trips, masked in (("masked", True), ("full", False)):
+                    with c.loop(trips):
+                        _overlapped_step(c, cfg, k_ring, v_ring, turn, masked)
+                c.release(q_ring)
+                _wait_polled(c, v_ring, True)
+                _pv(c, cfg)
+                c.wait_mma(0, "wait PV")
+                c.release(v_ring)
+            else:
+                _serial_step(c, cfg, k_ring, v_ring, turn, masked=True, first=True)
+                for trips, masked in (("masked", True), ("full", False)):
+                    with c.loop(trips):
+                        _serial_step(c, cfg, k_ring, v_ring, turn, masked)
+                if pingpong:
+                    c.arrive(turn, "next", label="pass turn")
+                c.release(q_ring)
+            _store_output(c, cfg, epilogue, o_tensor, o_free)
+    return k
+
+
+def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Barrier, masked: bool) -> None:
+    """QK of this block and PV of the last, then the softmax; the compiler waits for PV early in it."""
+    _wait_polled(c, k_ring, not cfg.pingpong)
+    if cfg.pingpong:
+        c.wait_barrier(turn, "own", label="wait turn")
+    _qk(c, cfg)
+    if cfg.rescale_early:
+        c.vector("rescale O", {"fmul": cfg.dv / 2})
+    _wait_polled(c, v_ring, not cfg.pingpong)
+    _pv(c, cfg)
+    if cfg.pingpong:
+        c.arrive(turn, "next", label="pass turn")
+    c.wait_mma(1, "wait QK")
+    _row_max(c, cfg, masked)
+    _exp(c, cfg, "exp (early)", cfg.early, 0.5, {"fmnmx": cfg.elements / 2})
+    c.release(k_ring)
+    c.wait_mma(0, "wait PV")
+    c.release(v_ring)
+    rest = {"fadd": cfg.elements, "f2fp": cfg.elements / 2, "fmul": 4.0 + (0 if cfg.rescale_early else cfg.dv / 2)}
+    _exp(c, cfg, "exp, sum, P", 1.0 - cfg.early, 0.5, rest)
+    _p_to_smem(c, cfg)
+
+
+def _serial_step(
+    c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Barrier, masked: bool, first: bool = False
+) -> None:
+    """QK, softmax, PV one after the other; with ping-pong a turn covers PV and the next QK."""
+    if cfg.pingpong and first:
+        c.wait_barrier(turn, "own", label="wait turn")
+    c.wait(k_ring)
+    _qk(c, cfg)
+    if cfg.pingpong:
+        c.arrive(turn, "next", label="pass turn")
+    c.wait_mma(0, "wait QK")
+    c.release(k_ring)
+    _softmax_whole(c, cfg, masked, first)
+    c.wait(v_ring)
+    if cfg.pingpong:
+        c.wait_barrier(turn, "own", label="wait turn")
+    _pv(c, cfg)
+    c.wait_mma(0, "wait PV")
+    c.release(v_ring)
+
+
+def _qk(c: Role, cfg: Config) -> None:
+    c.mma("QK", m=64, n=cfg.n, k=16, count=-(-cfg.d // 16), a="smem", slots=SLOTS_PER_WGMMA)
+
+
+def _pv(c: Role, cfg: Config) -> None:
+    a = "register" if cfg.in_registers else "smem"
+    c.mma("PV", m=64, n=cfg.dv, k=16, count=cfg.n // 16, a=a, slots=SLOTS_PER_WGMMA)
+
+
+def _wait_polled(c: Role, ring: Ring, everyone: bool) -> None:
+    """With ping-pong only the first warpgroup polls; the order of turns covers the others."""
+    if everyone:
+        c.wait(ring)
+        return
+    with c.only(0):
+        c.wait(ring)
+    with c.only(0, others=True):
+        c.wait(ring, polled=False)
+
+
+def _row_max(c: Role, cfg: Config, masked: bool) -> None:
+    """Maximum of the first of a thread's two rows; the second's is taken beside the first exponentials."""
+    if masked:
+        c.vector("mask", {"alu": 2 * cfg.elements})  # ISETP and FSEL per element
+    c.vector("row max", {"fmnmx": cfg.elements / 2 + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
+    c.vector("scale", {"ffma": 2, "ex2": 2 if cfg.exp else 0, "fmul": 2}, latency={"fma": 1, "ex2": 1})
+
+
+def _exp(c: Role, cfg: Config, label: str, exps: float, ffmas: float, more: dict[str, float]) -> None:
+    c.vector(label, {"ffma": ffmas * cfg.elements, "ex2": exps * cfg.exps, **more})
+
+
+def _softmax_whole(c: Role, cfg: Config, masked: bool, first: bool) -> None:
+    """The whole softmax of a block with no MMA of this warpgroup in flight."""
+    _row_max(c, cfg, masked)
+    rest = {"fmnmx": cfg.elements / 2, "fadd": cfg.elements, "f2fp": cfg.elements / 2}
+    rest["fmul"] = 0.0 if first else 4.0 + cfg.dv / 2
+    _exp(c, cfg, "exp, sum, P", 1.0, 1.0, rest)
+    _p_to_smem(c, cfg)
+
+
+def _p_to_smem(c: Role, cfg: Config) -> None:
+    if not cfg.in_registers:  # stmatrix of 16-bit P: 512 bytes per warp instruction, then a proxy fence
+        c.vector("store P", {"sts": 2 * 64 * cfg.n / 512 / 4}, smem_bytes=2 * 64 * cfg.n, latency={"smem": 1})
+
+
+def _store_output(c: Role, cfg: Config, epilogue: Barrier, o_tensor: object, o_free: Barrier) -> None:
+    """Row sums, 1/l, O to 16 bit, through shared memory and out by TMA; the last warpgroup sends it."""
+    c.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
+    c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": cfg.dv / 4}, latency={"fma": 1})
+    c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
+    c.vector("store O", {"sts": 2 * 64 * cfg.dv / 512 / 4}, smem_bytes=2 * 64 * cfg.dv, latency={"smem": 1})
+    c.sync(epilogue, label="O complete")
+    with c.only(-1):
+        c.copy("store O", o_tensor, 2 * cfg.m * cfg.dv, "store", boxes=-(-cfg.dv // 64))  # type: ignore[arg-type]
+        c.wait_copies("store", "wait O store")
+        c.arrive(o_free, label="O stored")
+
+
+def _check_registers(cfg: Config, arch: Arch) -> None:
+    """S and O accumulators and P must fit a consumer's registers beside a handful of others."""
+    needed = cfg.n / 2 + cfg.dv / 2 + (cfg.n / 4 if cfg.in_registers else 0) + 8
+    limit = REGISTERS[cfg.warpgroups][1]
+    if needed > limit:
+        raise BudgetError(
+            f"fa3 on {arch.name}: a consumer needs {needed:.0f} registers per thread for S {cfg.n // 2}, O {cfg.dv // 2}"
+            f"{f', P {cfg.n // 4}' if cfg.in_registers else ''}; it has {limit}: use a smaller tile_n"
+        )
+
+
+def _grid(k: Kernel, cfg: Config, persistent: bool) -> None:
+    """Work tiles: (m block, head, batch) in the scheduler's order, and their KV blocks."""
+    problem = k.problem
+    m_blocks = -(-problem.seqlen_q // cfg.m)
+    pairs = problem.batch * problem.heads_q
+    if not problem.causal:
+        k.mode = "static" if persistent else "single"
+        pair, block = (a.ravel() for a in np.mgrid[0:pairs, 0:m_blocks])
+    else:
+        # longest first inside an L2 section: block descending, (b, h) fastest
+        k.mode = "dynamic" if persistent else "single"
+        per_head = problem.seqlen_k * 2 * (cfg.d + cfg.dv)
+        section = 2 ** int(np.log2(max(1.0, L2_SECTION_BYTES / per_head))) * problem.group
+        order = [
+            (h, b)
+            for start in range(0, pairs, section)
+            for b in range(m_blocks - 1, -1, -1)
+            for h in range(start, min(start + section, pairs))
+        ]
+        pair, block = np.array(order).T
+    total = np.empty(m_blocks, dtype=np.int64)
+    masked = np.empty(m_blocks, dtype=np.int64)
+    for b in range(m_blocks):
+        total[b], masked[b] = problem.kv_blocks(b, cfg.m, cfg.n)
+    # the first iteration is peeled and always masked
+    blocks = -(-problem.seqlen_k // cfg.n)
+    batch, head = pair // problem.heads_q, pair % problem.heads_q
+    kv_head = batch * problem.heads_kv + head // problem.group
+    trips = np.maximum(total, 1)
+    more_masked = np.clip(masked - 1, 0, trips - 1)
+    rank = np.arange(len(pair)) % k.cluster
+    k.tiles = {
+        "masked": more_masked[block],
+        "full": (trips - 1 - more_masked)[block],
+        "q": np.arange(len(pair), dtype=np.int64),
+        "kv": (kv_head * blocks + trips[block] - 1) * k.cluster + rank,
+    }

@@ -1,0 +1,43 @@
+// An endless stream of wgmma m64nNk16 from one warpgroup, counted in the common window.
+#pragma once
+
+#include "corun.cuh"
+#include "wgmma.cuh"
+
+constexpr int kMmaSmemA = 8192, kMmaSmem = kMmaSmemA + 32768;  // A: 64 rows of 128 bytes; B: up to 256 rows
+
+// Groups of eight instructions (the four k-steps of a 64-wide tile, twice), two groups in flight; operands are in
+// `smem`.
+//
+// All warps must issue the same number of wgmma, so they cannot each end by their own clock: the first one announces
+// the last iteration four iterations ahead, in `last`, a word of this warpgroup that holds kNever at the start.
+constexpr uint32_t kNever = ~0u;
+template <int N, bool kRs>
+__device__ __forceinline__ Count mma_window(uint32_t origin, const char* smem, volatile uint32_t* last, float* sink) {
+  uint64_t a = wgmma_descriptor(smem_u32(smem)), b = wgmma_descriptor(smem_u32(smem + kMmaSmemA));
+  uint32_t regs[4];
+  for (int i = 0; i < 4; ++i) regs[i] = reinterpret_cast<const uint32_t*>(smem)[threadIdx.x % 128 * 4 + i];
+  float d[N / 2] = {};
+  Window window(origin);
+#pragma unroll 1
+  for (uint32_t i = 0;; ++i) {
+    uint32_t announced = *last;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if constexpr (kRs)
+        Wgmma<N>::rs(d, regs, b + 2 * (k % 4));
+      else
+        Wgmma<N>::ss(d, a + 2 * (k % 4), b + 2 * (k % 4));
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    window.tick(8);
+    if (threadIdx.x % 128 == 0 && announced == kNever && window.over()) *last = i + 4;
+    if (i == announced) break;
+  }
+  wgmma_wait<0>();
+  if (sink != nullptr)
+    for (int i = 0; i < N / 2; ++i) sink[i * 128 + threadIdx.x] = d[i];
+  return window.count;
+}
