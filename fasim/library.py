@@ -14,15 +14,17 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError, FasimError, did_you_mean
 from fasim.problem import Problem
 from fasim.schedule import Kernel
+
+F = TypeVar("F", bound=Callable[..., Kernel | Sequence[Kernel]])
 
 _TRUE = ("on", "true", "yes", "1")
 _FALSE = ("off", "false", "no", "0")
@@ -76,7 +78,7 @@ class Schedule:
     dtypes: tuple[str, ...]
     directions: tuple[str, ...]
     knobs: dict[str, Knob]
-    function: Callable[..., Kernel]
+    function: Callable[..., Kernel | Sequence[Kernel]]
     path: Path
 
     def parse_knobs(self, given: Mapping[str, object]) -> dict[str, object]:
@@ -86,8 +88,8 @@ class Schedule:
                 raise ConfigError(f"schedule '{self.name}': unknown knob '{name}'{did_you_mean(name, self.knobs)}")
         return {name: self.knobs[name].parse(value) for name, value in given.items()}
 
-    def build(self, problem: Problem, arch: Arch, knobs: Mapping[str, object]) -> Kernel:
-        """Record the kernel for ``problem`` on ``arch``.
+    def build(self, problem: Problem, arch: Arch, knobs: Mapping[str, object]) -> list[Kernel]:
+        """Record the kernels for ``problem`` on ``arch``, in the order they are launched.
 
         Raises ConfigError where the schedule does not exist for this chip, dtype or direction.
         """
@@ -103,15 +105,16 @@ class Schedule:
         ):
             if value not in known:
                 raise ConfigError(f"schedule '{self.name}': no {what} '{value}' (has {', '.join(known)})")
-        return self.function(problem, arch, **self.parse_knobs(knobs))
+        built = self.function(problem, arch, **self.parse_knobs(knobs))
+        return [built] if isinstance(built, Kernel) else list(built)
 
 
 def schedule(
     *, architectures: tuple[str, ...], dtypes: tuple[str, ...], directions: tuple[str, ...] = ("fwd",)
-) -> Callable[[Callable[..., Kernel]], Callable[..., Kernel]]:
+) -> Callable[[F], F]:
     """Mark a function as the schedule of its file and say what it exists for."""
 
-    def mark(function: Callable[..., Kernel]) -> Callable[..., Kernel]:
+    def mark(function: F) -> F:
         function.fasim_schedule = (architectures, dtypes, directions)  # type: ignore[attr-defined]
         return function
 
@@ -166,7 +169,7 @@ def _import(path: Path) -> types.ModuleType:
     return module
 
 
-def _describe(function: Callable[..., Kernel], path: Path) -> Schedule:
+def _describe(function: Callable[..., Kernel | Sequence[Kernel]], path: Path) -> Schedule:
     architectures, dtypes, directions = function.fasim_schedule  # type: ignore[attr-defined]
     hints: dict[str, Any] = typing.get_type_hints(function, include_extras=True)
     knobs: dict[str, Knob] = {}

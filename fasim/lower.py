@@ -6,6 +6,7 @@ instantiated, loops get trip counts from the tile table. See ``docs/semantics.md
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -254,10 +255,23 @@ class _AgentEmitter:
         self.set(pc, im.T_EXIT, end + 1)
 
 
-def lower(kernel: Kernel, clock_mhz: float) -> im.Image:
+def lower_all(kernels: Sequence[Kernel], clock_mhz: float) -> list[im.Image]:
+    """Lower kernels launched one after the other; tensors of the same name share their L2 lines."""
+    lines: dict[str, int] = {}
+    for kernel in kernels:
+        for tensor in kernel.tensors:
+            if lines.setdefault(tensor.name, tensor.lines) != tensor.lines:
+                raise ModelError(
+                    f"{kernel.name}: tensor '{tensor.name}' has {tensor.lines} lines, before {lines[tensor.name]}"
+                )
+    return [lower(kernel, clock_mhz, lines) for kernel in kernels]
+
+
+def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = None) -> im.Image:
     """Verify ``kernel`` and lower it onto its architecture at ``clock_mhz``.
 
-    The clock matters because memory and launch have rates and times of their own. Raises
+    The clock matters because memory and launch have rates and times of their own. ``lines``: all
+    tensors of a sequence of kernels and their L2 lines; None: the kernel's own. Raises
     :class:`BudgetError` or :class:`ModelError` from verification.
     """
     verify(kernel)
@@ -286,7 +300,8 @@ def lower(kernel: Kernel, clock_mhz: float) -> im.Image:
                 need.append(barrier.arrivals)
                 suffix = f"@{instance}" if barrier.per_instance else ""
                 barrier_names.append(f"{barrier.name}{suffix}" + (f"[{stage}]" if barrier.stages > 1 else ""))
-    bases = np.cumsum([0] + [tensor.lines for tensor in kernel.tensors])
+    lines = lines or {tensor.name: tensor.lines for tensor in kernel.tensors}
+    first = dict(zip(lines, np.cumsum([0, *lines.values()]).tolist(), strict=False))
     activity = np.zeros((len(tables.demand) + len(tables.activity), im.UNIT_COUNT), dtype=np.int64)
     for i, demand in enumerate(tables.demand):
         activity[i, : len(im.PIPES)] = demand.alone
@@ -306,8 +321,8 @@ def lower(kernel: Kernel, clock_mhz: float) -> im.Image:
         entry=np.array(entry, dtype=np.int64),
         need=np.array(need, dtype=np.int64),
         tiles=np.ascontiguousarray(np.stack([kernel.tiles[c] for c in columns], axis=1), dtype=np.int64),
-        line_base=np.array(bases[:-1], dtype=np.int64),
-        lines=int(bases[-1]),
+        line_base=np.array([first[tensor.name] for tensor in kernel.tensors], dtype=np.int64),
+        lines=sum(lines.values()),
         names=tuple(tables.names),
         agents=tuple(agents),
         agent_role=tuple(roles),
@@ -325,7 +340,7 @@ def _machine(
     persistent = kernel.mode != "single"
 
     def rate(bytes_per_cycle: float) -> int:
-        return round(im.TICKS * 2**im.RATE_SHIFT / bytes_per_cycle)
+        return int(round(im.TICKS * 2**im.RATE_SHIFT / bytes_per_cycle))
 
     cycles_per_ns = clock_mhz / 1000.0
     tma = sm.tma

@@ -255,9 +255,7 @@ class Kernel:
         self.buffers.append(buffer)
         return buffer
 
-    def barrier(
-        self, name: str, arrivals: int, stages: int = 1, per_instance: int = 0, named: bool = False
-    ) -> Barrier:
+    def barrier(self, name: str, arrivals: int, stages: int = 1, per_instance: int = 0, named: bool = False) -> Barrier:
         """Declare a barrier ring; ``named`` marks a hardware named barrier instead of an mbarrier."""
         barrier = Barrier(name, arrivals, stages, per_instance, named)
         self.barriers.append(barrier)
@@ -303,9 +301,7 @@ class Kernel:
         return Ring(buffer, full, empty, tensor, int(nbytes) // share, multicast, boxes)
 
     @contextmanager
-    def role(
-        self, name: str, *, warps: int = 0, warpgroups: int = 0, count: int = 1, registers: int
-    ) -> Iterator[Role]:
+    def role(self, name: str, *, warps: int = 0, warpgroups: int = 0, count: int = 1, registers: int) -> Iterator[Role]:
         """Open a role. ``warpgroups=n`` is n instances of four warps; ``count`` instances of ``warps``."""
         if (warps == 0) == (warpgroups == 0):
             raise ConfigError(f"role '{name}': give either warps or warpgroups")

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+
+import numpy as np
 
 import fasim
 from fasim import image as im
 from fasim.arch import Arch
 from fasim.engine.common import NO_TRACE, TraceWindow
-from fasim.engine.memory import COUNTERS
+from fasim.engine.memory import COUNTERS, MemoryState, new_memory, next_launch
 from fasim.errors import ConfigError, did_you_mean
 from fasim.image import Image, RawResult
 from fasim.library import Schedule, load_schedule
-from fasim.lower import lower
+from fasim.lower import lower_all
 from fasim.problem import Problem
 from fasim.run import REASONS, UNITS, Run, Trace
 from fasim.schedule import Kernel
 
 ENGINES = ("compiled", "reference")
-Engine = Literal["compiled", "reference"]
 
 #: A unit at or above this share of its peak in steady state is called the bottleneck; below, the
 #: time goes into latency and dependencies.
@@ -75,82 +75,115 @@ def simulate(
         schedule = load_schedule(schedule)
     clock, why = choose_clock(problem, arch, clock_mhz)
     given = dict(knobs or {})
-    kernel = schedule.build(problem, arch, given)
-    image = lower(kernel, clock)
-    raw = execute(image, engine, trace)
+    kernels = schedule.build(problem, arch, given)
+    images = lower_all(kernels, clock)
+    launches = [Launch(k, i, r) for k, i, r in zip(kernels, images, execute(images, engine, trace), strict=True)]
+    first = launches[0]
     meta = {
         "fasim_version": fasim.__version__,
         "schedule": schedule.name,
         "arch": arch.name,
         "arch_digest": arch.digest,
         "overrides": list(arch.overrides),
-        "knobs": kernel.knobs,
-        "knobs_set": {name: kernel.knobs.get(name, value) for name, value in given.items()},
+        "knobs": first.kernel.knobs,
+        "knobs_set": {name: first.kernel.knobs.get(name, value) for name, value in given.items()},
         "problem": asdict(problem),
         "problem_text": problem.describe(),
         "engine": engine,
         "clock_reason": why,
-        "tiles": kernel.tile_count,
-        "ctas": image.machine.grid * kernel.cluster,
-        "ctas_per_sm": image.machine.slots,
-        "waves": kernel.tile_count / (image.machine.groups * kernel.cluster * image.machine.slots),
+        "kernels": [launch.kernel.name for launch in launches],
+        "kernel_cycles": [launch.raw.ticks / im.TICKS for launch in launches],
+        "tiles": sum(launch.kernel.tile_count for launch in launches),
+        "ctas": first.image.machine.grid * first.kernel.cluster,
+        "ctas_per_sm": first.image.machine.slots,
+        "waves": first.kernel.tile_count / (first.sms * first.image.machine.slots),
     }
-    return _summarise(kernel, image, raw, clock, meta, trace is not None)
+    return _summarise(problem, arch, launches, clock, meta, trace is not None)
 
 
-def execute(image: Image, engine: str, trace: TraceSpec | None = None) -> RawResult:
-    """Run an image on the named engine."""
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a run with its image and what the engine returned."""
+
+    kernel: Kernel
+    image: Image
+    raw: RawResult
+
+    @property
+    def sms(self) -> int:
+        """SMs of the chip (a remainder that no cluster fits on is left out)."""
+        return self.image.machine.groups * self.image.machine.cluster
+
+    def busy(self, first: int = 0, last: int | None = None) -> im.IntArray:
+        """Busy ticks per unit in the histogram's bins ``first`` to ``last``, summed over SMs."""
+        counts = self.raw.bins[first:last].sum(axis=0)
+        busy: im.IntArray = counts[:-1] @ self.image.activity
+        busy[im.U_HBM] += counts[-1]
+        return busy
+
+
+def execute(images: Sequence[Image], engine: str, trace: TraceSpec | None = None) -> list[RawResult]:
+    """Run images one after the other on the named engine; the L2 keeps its content in between."""
     window = NO_TRACE
     if trace is not None:
-        sms = image.machine.groups * image.machine.cluster
+        sms = images[0].machine.groups * images[0].machine.cluster
         if bad := [sm for sm in trace.sms if not 0 <= sm < sms]:
             raise ConfigError(f"cannot trace SM {bad[0]}: the chip has SMs 0 to {sms - 1}")
         first, last = trace.cycles or (0, 2**40)
         window = TraceWindow(trace.sms, (first * im.TICKS, last * im.TICKS), trace.limit)
-    if engine == "reference":
+    run = _engine(engine)
+    memory = new_memory(images[0].lines)
+    results = []
+    for image in images:
+        results.append(run(image, window, memory))
+        next_launch(memory)
+    return results
+
+
+def _engine(name: str) -> Callable[[Image, TraceWindow, MemoryState], RawResult]:
+    if name == "reference":
         from fasim.engine import reference
 
-        return reference.run(image, window)
+        return reference.run
     from fasim.engine import compiled
 
-    return compiled.run(image, window)
+    return compiled.run
 
 
-def _utilisation(image: Image, counts: im.IntArray, ticks: float, tmem: bool) -> dict[str, float]:
-    """Activity counts as a percentage of ``ticks`` per unit of every SM (L2 and HBM: of the chip)."""
-    names = (*im.PIPES, "tma", "l2", "hbm")
-    sms = image.machine.groups * image.machine.cluster
-    busy = counts[:-1] @ image.activity
-    busy[im.U_HBM] += counts[-1]
-    values = dict(zip(names, busy.tolist(), strict=True))
-    result = {}
-    for unit in UNITS:
-        if unit == "tmem" and not tmem:
-            continue
-        result[unit] = 100.0 * values[unit] / (ticks * (1 if unit in ("l2", "hbm") else sms))
-    return result
+def _percent(launches: Sequence[Launch], busy: im.IntArray, ticks: float, tmem: bool) -> dict[str, float]:
+    """Busy ticks as a percentage of ``ticks`` per unit of every SM (L2 and HBM: of the chip)."""
+    values = dict(zip((*im.PIPES, "tma", "l2", "hbm"), busy.tolist(), strict=True))
+    sms = launches[0].sms
+    return {
+        unit: 100.0 * values[unit] / (ticks * (1 if unit in ("l2", "hbm") else sms))
+        for unit in UNITS
+        if unit != "tmem" or tmem
+    }
 
 
-def _steady(image: Image, raw: RawResult, tmem: bool) -> dict[str, float] | None:
+def _steady(launch: Launch, tmem: bool) -> dict[str, float] | None:
     """Utilisation over the whole bins in which every CTA slot had work; None if there is none."""
+    raw = launch.raw
     width = 1 << raw.bin_shift
     first = -(-raw.full_from // width) + 1  # skip the bin in which pipelines fill
     last = min(raw.full_until, raw.ticks) // width
     if last - first < 2:
         return None
-    return _utilisation(image, raw.bins[first:last].sum(axis=0), float((last - first) * width), tmem)
+    return _percent([launch], launch.busy(first, last), float((last - first) * width), tmem)
 
 
-def _summarise(kernel: Kernel, image: Image, raw: RawResult, clock: float, meta: dict[str, object], traced: bool) -> Run:
-    problem, arch = kernel.problem, kernel.arch
-    cycles = raw.ticks / im.TICKS
+def _summarise(
+    problem: Problem, arch: Arch, launches: Sequence[Launch], clock: float, meta: dict[str, object], traced: bool
+) -> Run:
+    ticks = sum(launch.raw.ticks for launch in launches)
+    cycles = ticks / im.TICKS
     time_us = cycles / clock
     tflops = problem.flops() / time_us / 1e6
-    rate = arch.sm.tensor.flops_per_cycle[problem.dtype]
-    peak = rate * arch.chip.sm_count * clock * 1e6 / 1e12
+    peak = arch.sm.tensor.flops_per_cycle[problem.dtype] * arch.chip.sm_count * clock / 1e6
     has_tmem = arch.sm.tmem is not None
-    whole = _utilisation(image, raw.bins.sum(axis=0), float(raw.ticks), has_tmem)
-    steady = _steady(image, raw, has_tmem)
+    busy: im.IntArray = np.sum([launch.busy() for launch in launches], axis=0)
+    whole = _percent(launches, busy, float(ticks), has_tmem)
+    steady = _steady(launches[0], has_tmem) if len(launches) == 1 else None
     view = steady or whole
     top = max(view, key=lambda unit: view[unit])
     return Run(
@@ -162,29 +195,58 @@ def _summarise(kernel: Kernel, image: Image, raw: RawResult, clock: float, meta:
         bottleneck=top if view[top] >= BOTTLENECK_PERCENT else "latency",
         utilisation=whole,
         utilisation_steady=steady,
-        stalls=_stalls(image, raw),
-        traffic={name: float(value) for name, value in zip(COUNTERS, raw.memory.tolist(), strict=True) if "bytes" in name},
-        events=raw.events,
+        stalls=_stalls(launches),
+        traffic={
+            name: float(sum(launch.raw.memory[i] for launch in launches))
+            for i, name in enumerate(COUNTERS)
+            if name.endswith("bytes")
+        },
+        events=sum(launch.raw.events for launch in launches),
         meta=meta,
-        trace=_trace(image, raw) if traced else None,
+        trace=_trace(launches) if traced else None,
     )
 
 
-def _stalls(image: Image, raw: RawResult) -> dict[str, dict[str, float]]:
+def _label(launches: Sequence[Launch], launch: Launch, name: str) -> str:
+    """Roles of several kernels carry the kernel's name."""
+    return name if len(launches) == 1 else f"{launch.kernel.name}.{name}"
+
+
+def _stalls(launches: Sequence[Launch]) -> dict[str, dict[str, float]]:
     result: dict[str, dict[str, float]] = {}
-    for role in dict.fromkeys(image.agent_role):
-        rows = [i for i, name in enumerate(image.agent_role) if name == role]
-        ticks = raw.stalls[rows].sum(axis=0)
-        result[role] = {reason: 100.0 * float(t) / float(ticks.sum()) for reason, t in zip(REASONS, ticks, strict=True)}
+    for launch in launches:
+        for role in dict.fromkeys(launch.image.agent_role):
+            rows = [i for i, name in enumerate(launch.image.agent_role) if name == role]
+            ticks = launch.raw.stalls[rows].sum(axis=0)
+            result[_label(launches, launch, role)] = {
+                reason: 100.0 * float(t) / float(ticks.sum()) for reason, t in zip(REASONS, ticks, strict=True)
+            }
     return result
 
 
-def _trace(image: Image, raw: RawResult) -> Trace:
-    t = raw.trace
+def _trace(launches: Sequence[Launch]) -> Trace:
+    """The launches' traces on one time axis and one list of tracks and names."""
+    tracks: list[str] = []
+    names: list[str] = []
+    parts = []
+    offset = 0
+    for launch in launches:
+        own = [_label(launches, launch, agent) for agent in launch.image.agents] + ["tensor", "tma"]
+        tracks += [track for track in own if track not in tracks]
+        names += [name for name in launch.image.names if name not in names]
+        t = launch.raw.trace.copy()
+        track_index = np.array([tracks.index(track) for track in own] + [-1])
+        name_index = np.array([names.index(name) for name in launch.image.names])
+        t[:, im.T_TRACK], t[:, im.T_OWNER] = track_index[t[:, im.T_TRACK]], track_index[t[:, im.T_OWNER]]
+        t[:, im.T_NAME] = name_index[t[:, im.T_NAME]]
+        t[:, [im.T_START, im.T_END]] += offset
+        offset += launch.raw.ticks
+        parts.append(t)
+    t = np.concatenate(parts)
     return Trace(
         ticks_per_cycle=im.TICKS,
-        tracks=(*image.agents, "tensor", "tma"),
-        names=image.names,
+        tracks=tuple(tracks),
+        names=tuple(names),
         start=t[:, im.T_START],
         end=t[:, im.T_END],
         sm=t[:, im.T_SM],
@@ -195,5 +257,5 @@ def _trace(image: Image, raw: RawResult) -> Trace:
         tile=t[:, im.T_TILE],
         iteration=t[:, im.T_ITER],
         owner=t[:, im.T_OWNER],
-        truncated=raw.truncated,
+        truncated=any(launch.raw.truncated for launch in launches),
     )

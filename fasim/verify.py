@@ -95,9 +95,13 @@ def _tiles(kernel: Kernel) -> None:
     if not lengths or len(set(lengths.values())) != 1 or not next(iter(lengths.values())):
         raise ModelError(f"{kernel.name}: tile table is empty or ragged: {lengths}")
     if kernel.tile_count % kernel.cluster:
-        raise ModelError(f"{kernel.name}: {kernel.tile_count} work tiles do not divide into clusters of {kernel.cluster}")
+        raise ModelError(
+            f"{kernel.name}: {kernel.tile_count} work tiles do not divide into clusters of {kernel.cluster}"
+        )
     if kernel.arch.chip.sm_count % kernel.cluster:
-        raise ModelError(f"{kernel.name}: {kernel.arch.chip.sm_count} SMs do not divide into clusters of {kernel.cluster}")
+        raise ModelError(
+            f"{kernel.name}: {kernel.arch.chip.sm_count} SMs do not divide into clusters of {kernel.cluster}"
+        )
 
 
 def _uses(op: Op) -> list[tuple[BarrierUse, bool]]:

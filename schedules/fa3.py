@@ -93,7 +93,9 @@ def fa3(
     pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None,
     overlap: Annotated[bool, "issue QK of the next block before PV of the last (intra-warpgroup overlap)"] = True,
     p_in_registers: Annotated[bool | None, "P is the register operand of PV, else it goes through SMEM"] = None,
-    cluster: Annotated[int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"] = None,
+    cluster: Annotated[
+        int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"
+    ] = None,
     exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True,
     persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True,
     early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
@@ -121,12 +123,16 @@ def fa3(
         raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
     limit = min(head for head in EARLY_EXP if head >= max(d, dv))
     early = early_exp if early_exp is not None else (EARLY_EXP[limit] if in_registers else 0.0)
-    cfg = Config(m, n, d, dv, stages, pingpong, overlap, in_registers, exp, early, warpgroups, max(d, dv) > 128 and overlap)
+    cfg = Config(
+        m, n, d, dv, stages, pingpong, overlap, in_registers, exp, early, warpgroups, max(d, dv) > 128 and overlap
+    )
     _check_registers(cfg, arch)
 
     knobs = dict(tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers)
     knobs |= dict(cluster=cluster, exp=exp, persistent=persistent, early_exp=early)
-    k = Kernel("fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2])
+    k = Kernel(
+        "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
+    )
     _grid(k, cfg, persistent)
     q_row, kv_rows = 2 * d, 2 * n
     shared = cluster > 1

@@ -61,4 +61,6 @@ def deadlock(image: Image, blocked: list[Blocked]) -> DeadlockError:
         lines.append(f"  SM {sm} {role}: waits for {what} since cycle {item.since / im.TICKS:.0f}")
     others = len({item.group for item in blocked}) - 1
     tail = f"\n  and the same on {others} more SM groups" if others else ""
-    return DeadlockError("deadlock: nothing is left to do but these roles have not finished\n" + "\n".join(lines) + tail)
+    return DeadlockError(
+        "deadlock: nothing is left to do but these roles have not finished\n" + "\n".join(lines) + tail
+    )

@@ -24,8 +24,9 @@ from fasim.run import REASONS, UNIT_SLICE
 prepare_cache()
 # Without the reference-counting runtime: nothing in here allocates, and counting references to the
 # two dozen state arrays at every call costs ten times the work itself.
-_jit = numba.njit(cache=True, nogil=True, _nrt=False)
-_inline = numba.njit(cache=True, nogil=True, _nrt=False, forceinline=True)
+_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "_nrt": False}
+_jit = numba.njit(**_OPTIONS)
+_inline = numba.njit(forceinline=True, **_OPTIONS)
 
 R_WORK, R_ISSUE, R_PIPE, R_DEPENDENCY, R_BARRIER, R_FULL, R_EMPTY, R_MEMORY, R_LAUNCH, R_TAIL = range(10)
 assert len(REASONS) == 10
@@ -71,7 +72,7 @@ class State(NamedTuple):
     mma_until: Any  # (g, sm) the tensor core runs asynchronous MMAs until here
     debt: Any  # (g, sm, DEBT_FIELDS) delay that the next MMA instruction pays
     tma_free: Any  # (g, sm)
-    ingress_free: Any  # (g, sm)
+    ingress_free: Any
     arrived: Any  # (g, c, barriers) arrivals of the current phase
     phases: Any  # (g, c, barriers) completed phases
     cta: Any  # (g, slot) cluster index, -1 when idle
@@ -628,8 +629,8 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
                 break
 
 
-def run(image: Image, window: TraceWindow = NO_TRACE) -> RawResult:
-    """Execute ``image``; records the trace that ``window`` selects.
+def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:
+    """Execute ``image``; records the trace that ``window`` selects. ``memory`` None: an empty L2.
 
     Raises :class:`DeadlockError` when nothing is left to do but a role has not finished, and
     :class:`ModelError` when a program keeps more events in flight than its barriers can account for.
@@ -690,7 +691,7 @@ def run(image: Image, window: TraceWindow = NO_TRACE) -> RawResult:
         image.line_base,
         *window.ticks,
     )
-    memory = mem.new_memory(image.lines)
+    memory = memory or mem.new_memory(image.lines)
     _run(m, program, st, memory)
     if st.scalars[STATUS] == OVERFLOW:
         raise ModelError("a role starts copies or MMAs faster than its barriers can account for them (agenda overflow)")

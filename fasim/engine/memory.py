@@ -44,6 +44,12 @@ def new_memory(lines: int) -> MemoryState:
     return MemoryState(full[0], full[1], full[2], full[3], scalars)
 
 
+def next_launch(m: MemoryState) -> None:
+    """Start a new launch on the same chip: what is in L2 stays, clocks and counters begin at zero."""
+    m.ready[m.ready != ABSENT] = 0
+    m.scalars[[L2_FREE, HBM_FREE, *range(L2_READ, SCALARS)]] = 0
+
+
 @register_jitable
 def _unlink(m: MemoryState, line: int) -> None:
     newer, older = m.newer[line], m.older[line]

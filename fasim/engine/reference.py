@@ -95,10 +95,10 @@ class Slot:
 class ReferenceEngine:
     """One run of one image. ``run`` may be called once."""
 
-    def __init__(self, image: Image, window: TraceWindow = NO_TRACE) -> None:
+    def __init__(self, image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> None:
         self.image, self.m, self.window = image, image.machine, window
         self.env = simpy.Environment()
-        self.memory = mem.new_memory(image.lines)
+        self.memory = memory or mem.new_memory(image.lines)
         self.next_cta, self.next_tile = 0, self.m.grid
         self.events = self.last = self.full_from = 0
         self.full_until: int | None = None
@@ -358,7 +358,7 @@ class ReferenceEngine:
         for rank in ranks:
             cta = self.slots[agent.group][agent.slot].ctas[rank]
             event = self.env.event()
-            event.callbacks.append(lambda _, cta=cta: self.completed(cta, barrier))  # type: ignore[union-attr, misc]
+            event.callbacks.append(lambda _, cta=cta: self.completed(cta, barrier))  # type: ignore[misc]
             self.schedule(event, agent.group, when - self.now)
 
     def completed(self, cta: Cta, barrier: int) -> None:
@@ -474,6 +474,6 @@ class ReferenceEngine:
         self.trace.append((start, end, sm, agent.slot, track, name, kind, agent.row, agent.iteration, owner))
 
 
-def run(image: Image, window: TraceWindow = NO_TRACE) -> RawResult:
-    """Execute ``image`` on the reference engine; see :class:`ReferenceEngine`."""
-    return ReferenceEngine(image, window).run()
+def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:
+    """Execute ``image`` on the reference engine. ``memory`` None: an empty L2."""
+    return ReferenceEngine(image, window, memory).run()

@@ -3,7 +3,7 @@
 
 #include "vector_ops.cuh"
 
-constexpr uint32_t kWarmup = 20000, kWindow = 160000, kCooldown = 30000;  // cycles
+constexpr uint32_t kWarmup = 40000, kWindow = 400000, kCooldown = 40000;  // cycles
 
 struct Count {
   uint32_t instr, cycles;

@@ -6,8 +6,9 @@
 
 constexpr int kMmaSmemA = 8192, kMmaSmem = kMmaSmemA + 32768;  // A: 64 rows of 128 bytes; B: up to 256 rows
 
-// Groups of eight instructions (the four k-steps of a 64-wide tile, twice), two groups in flight; operands are in
-// `smem`.
+// Groups of 16 instructions (the four k-steps of a 64-wide tile, again and again), the queue always full; operands are
+// in `smem`. Counted every fourth group only, so that the bookkeeping, which competes with the vector work for the
+// pipes, hides under the instructions in flight.
 //
 // All warps must issue the same number of wgmma, so they cannot each end by their own clock: the first one announces
 // the last iteration four iterations ahead, in `last`, a word of this warpgroup that holds kNever at the start.
@@ -22,17 +23,20 @@ __device__ __forceinline__ Count mma_window(uint32_t origin, const char* smem, v
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     uint32_t announced = *last;
-    wgmma_fence();
+#pragma unroll 1
+    for (int group = 0; group < 4; ++group) {
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      if constexpr (kRs)
-        Wgmma<N>::rs(d, regs, b + 2 * (k % 4));
-      else
-        Wgmma<N>::ss(d, a + 2 * (k % 4), b + 2 * (k % 4));
+      for (int k = 0; k < 16; ++k) {
+        if constexpr (kRs)
+          Wgmma<N>::rs(d, regs, b + 2 * (k % 4));
+        else
+          Wgmma<N>::ss(d, a + 2 * (k % 4), b + 2 * (k % 4));
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
     }
-    wgmma_commit();
-    wgmma_wait<1>();
-    window.tick(8);
+    window.tick(64);
     if (threadIdx.x % 128 == 0 && announced == kNever && window.over()) *last = i + 4;
     if (i == announced) break;
   }
