@@ -89,6 +89,9 @@ class Issue(_Table):
 
     ops_per_cycle: PositiveFloat
     """Warp instructions (not lanes) per SM and cycle, all sub-cores together."""
+    stall_cycles: NonNegativeFloat
+    """What one warp loses per vector instruction to result latencies that its own instructions do not cover;
+    other warps can use the pipes meanwhile."""
 
 
 class Fma(_Table):
@@ -182,19 +185,25 @@ class Interference(_Table):
     alu_port_cycles: NonNegativeFloat
     mufu_port_cycles: NonNegativeFloat
     fma_port_cycles: NonNegativeFloat
+    stall_cycles: NonNegativeFloat
+    """As ``issue.stall_cycles``, beside a running MMA."""
+    ffma_delay_cycles: NonNegativeFloat
+    """Delay of the running MMA per three-operand FMA-pipe warp instruction, where none is absorbed."""
+    fmul_delay_cycles: NonNegativeFloat
+    """The same for two operands: FMUL, FADD."""
+    alu_delay_cycles: NonNegativeFloat
+    """The same for the ALU pipe."""
     mma_n: Annotated[tuple[PositiveInt, ...], Field(strict=False)]
-    """Widths n of a wgmma m64nNk16 at which the next two are given; linear in between, constant outside."""
-    fma_mma_delay_cycles: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
-    """Delay of the running MMA per FMA-pipe warp instruction, by width."""
+    """Widths n of a wgmma m64nNk16 at which the next is given; linear in between, constant outside."""
     absorbed_per_cycle: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
     """Delay that a running MMA makes up for per cycle, by width: sparse FMA instructions cost it nothing."""
+    absorbed_burst_cycles: NonNegativeFloat
+    """Delay that an MMA stream can have absorbed in advance: a burst this long costs it nothing."""
 
     @model_validator(mode="after")
-    def _same_length(self) -> Self:
-        if not len(self.mma_n) == len(self.fma_mma_delay_cycles) == len(self.absorbed_per_cycle) > 0:
-            raise PydanticCustomError("length", "mma_n, fma_mma_delay_cycles and absorbed_per_cycle differ in length")
-        if sorted(self.mma_n) != list(self.mma_n):
-            raise PydanticCustomError("order", "mma_n must ascend")
+    def _widths(self) -> Self:
+        if len(self.mma_n) != len(self.absorbed_per_cycle) or sorted(set(self.mma_n)) != list(self.mma_n):
+            raise PydanticCustomError("widths", "mma_n must ascend and be as long as absorbed_per_cycle")
         return self
 
 
@@ -215,6 +224,8 @@ class Tma(_Table):
     bytes_per_cycle: PositiveFloat
     """Largest fill rate of one SM."""
     multicast_extra_cycles: NonNegativeFloat
+    store_bytes_per_cycle: PositiveFloat
+    """Rate at which a store reads shared memory."""
     store_latency_cycles: PositiveFloat
     """Issue of a store to its source being free again, without the transfer time."""
 

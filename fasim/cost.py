@@ -31,6 +31,16 @@ from fasim.ops import INSTRUCTION_PIPE, Mma, Vector
 
 #: Bits of one operand element.
 DTYPE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
+#: Which field of ``Interference`` says how long an instruction of a class delays a running MMA.
+_DELAY_FIELD = {
+    "ffma": "ffma_delay_cycles",
+    "imad": "ffma_delay_cycles",
+    "fmul": "fmul_delay_cycles",
+    "fadd": "fmul_delay_cycles",
+    "fmnmx": "alu_delay_cycles",
+    "f2fp": "alu_delay_cycles",
+    "alu": "alu_delay_cycles",
+}
 _PIPE_INDEX = {"issue": P_ISSUE, "fma": P_FMA, "alu": P_ALU, "mufu": P_MUFU, "lsu": P_LSU}
 
 
@@ -45,7 +55,8 @@ class VectorDemand:
 
     alone: IntArray  # (len(PIPES),)
     beside: IntArray  # (len(PIPES),)
-    fma: int  # FMA-pipe instructions per sub-core, in ticks: what delays an MMA by one cycle each
+    mma_delay: int  # by which it delays an MMA that absorbs nothing
+    stall: tuple[int, int]  # lost to result latencies inside, without and with an MMA beside it
     latency: int
 
     @property
@@ -109,7 +120,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
     beside = np.zeros(len(PIPES))
     inter = sm.interference
     sync = sm.mma_sync_interference
-    delay = 0.0
+    delay = stalled = 0.0
     for name, count in op.mix.items():
         if name not in INSTRUCTION_PIPE:
             raise ConfigError(f"operation '{op.label}': unknown instruction class '{name}'")
@@ -121,6 +132,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
         if pipe == P_ISSUE:
             continue
         alone[pipe] += n * ii
+        stalled += count
         slowed = ii
         if inter is not None:
             if pipe == P_ALU:
@@ -131,7 +143,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
                 beside[P_PORT] += n * inter.mufu_port_cycles
             elif pipe == P_FMA:
                 beside[P_PORT] += n * inter.fma_port_cycles
-                delay += n
+            if name in _DELAY_FIELD:
+                delay += n * getattr(inter, _DELAY_FIELD[name])
         beside[pipe] += n * slowed
         if op.mma_sync_flops and pipe in (P_FMA, P_ALU, P_MUFU):
             stop = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}[pipe]
@@ -154,6 +167,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
         np.rint(alone * TICKS).astype(np.int64),
         np.rint(beside * TICKS).astype(np.int64),
         ticks(delay),
+        (ticks(stalled * sm.issue.stall_cycles), ticks(stalled * (inter or sm.issue).stall_cycles)),
         ticks(latency),
     )
 
@@ -191,13 +205,10 @@ def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
     return MmaDemand(max(math_cycles, smem) + tensor.async_mma.overhead_cycles, smem)
 
 
-def mma_sensitivity(op: Mma, arch: Arch) -> tuple[float, float]:
-    """Cycles an FMA instruction delays this MMA, and the delay it absorbs per cycle, by its width."""
+def mma_absorption(op: Mma, arch: Arch) -> float:
+    """Delay by vector work that this MMA absorbs per cycle, by its width."""
     inter = arch.sm.interference
-    if inter is None:
-        return 0.0, 0.0
-    delay = float(np.interp(op.n, inter.mma_n, inter.fma_mma_delay_cycles))
-    return delay, float(np.interp(op.n, inter.mma_n, inter.absorbed_per_cycle))
+    return float(np.interp(op.n, inter.mma_n, inter.absorbed_per_cycle)) if inter else 0.0
 
 
 def mma_port_share(ops: list[Mma], arch: Arch) -> float:

@@ -28,7 +28,7 @@ K_KIND, K_NAME = 0, 1
 # WORK: chunks of one demand row, then an exposed latency
 W_DEMAND, W_CHUNKS, W_LATENCY = 2, 3, 4
 # MMA
-M_TICKS, M_COUNT, M_INTERVAL, M_DEPTH, M_DRAIN, M_PAIR, M_DELAY, M_ABSORB = range(2, 10)
+M_TICKS, M_COUNT, M_INTERVAL, M_DEPTH, M_DRAIN, M_PAIR, M_ABSORB = range(2, 9)
 M_BAR, M_STAGES, M_COUNTER = 10, 11, 12
 # COPY (M_BAR, M_STAGES, M_COUNTER too: the barrier a load completes at, -1 for none)
 C_TENSOR, C_BYTES, C_KIND, C_ISSUE, C_MULTICAST, C_COLUMN, C_STEP, C_ENGINE = range(2, 10)
@@ -73,14 +73,16 @@ class Machine(NamedTuple):
     multicast_latency: int
     miss_latency: int  # what an L2 miss adds
     ingress_rate: int  # ticks per 2**20 bytes into one SM
+    egress_rate: int  # the same out of it (TMA stores)
     l2_rate: int  # ticks per 2**20 bytes, chip
     reduce_rate: int
     hbm_rate: int
     l2_bytes: int  # capacity
+    mma_credit: int  # delay an MMA stream can have absorbed in advance
 
 
 RATE_SHIFT = 20
-#: MMA operands M_DELAY and M_ABSORB are in units of 2**-FRACTION_SHIFT.
+#: The MMA operand M_ABSORB is in units of 2**-FRACTION_SHIFT.
 FRACTION_SHIFT = 10
 
 
@@ -89,8 +91,9 @@ class Image:
     """A program lowered onto a machine.
 
     ``demand[i, s, p]``: ticks that one chunk of demand ``i`` takes on pipe ``p``, with (s=1) and
-    without (s=0) an MMA running beside it; ``fma[i]``: its FMA-pipe instructions in ticks (one cycle each),
-    which delay that MMA.
+    without (s=0) an MMA running beside it; ``mma_delay[i]``: ticks by which it
+    delays that MMA where nothing is absorbed; ``stall[i, s]``: ticks a role loses to result
+    latencies in a chunk, during which others may use the pipes.
     ``activity[i, u]``: ticks unit ``u`` works for one occurrence of activity ``i``.
     ``entry[a]`` is the first instruction of agent ``a``, ``need[b]`` the arrivals per phase of
     barrier ``b``. ``tiles[row, column]``: trip counts and first lines of a work tile.
@@ -100,7 +103,8 @@ class Image:
     machine: Machine
     code: IntArray
     demand: IntArray
-    fma: IntArray
+    mma_delay: IntArray
+    stall: IntArray
     activity: IntArray
     entry: IntArray
     need: IntArray

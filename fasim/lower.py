@@ -13,7 +13,7 @@ import numpy as np
 
 from fasim import image as im
 from fasim.arch import Arch
-from fasim.cost import VectorDemand, chunk_count, mma_demand, mma_port_share, mma_sensitivity, ticks, vector_demand
+from fasim.cost import VectorDemand, chunk_count, mma_absorption, mma_demand, mma_port_share, ticks, vector_demand
 from fasim.errors import ModelError
 from fasim.ops import (
     Arrive,
@@ -57,7 +57,7 @@ class _Tables:
         return self.names.setdefault(text, len(self.names))
 
     def add_demand(self, demand: VectorDemand) -> int:
-        key = (*demand.alone.tolist(), *demand.beside.tolist(), demand.fma)
+        key = (*demand.alone.tolist(), *demand.beside.tolist(), demand.mma_delay, *demand.stall)
         if key not in self.demand_index:
             self.demand_index[key] = len(self.demand)
             self.demand.append(demand)
@@ -163,7 +163,8 @@ class _AgentEmitter:
         part = VectorDemand(
             np.rint(total.alone / chunks).astype(np.int64),
             np.rint(total.beside / chunks).astype(np.int64),
-            round(total.fma / chunks),
+            round(total.mma_delay / chunks),
+            (round(total.stall[0] / chunks), round(total.stall[1] / chunks)),
             0,
         )
         pc = self.emit(im.WORK, op.label)
@@ -176,7 +177,6 @@ class _AgentEmitter:
         async_mma = self.arch.sm.tensor.async_mma
         assert async_mma is not None  # mma_demand raises first
         demand = mma_demand(op, self.arch)
-        delay, absorb = mma_sensitivity(op, self.arch)
         drain = async_mma.completion_cycles
         if op.two_cta and async_mma.two_cta_completion_cycles is not None:
             drain = async_mma.two_cta_completion_cycles
@@ -188,8 +188,7 @@ class _AgentEmitter:
             (im.M_DEPTH, async_mma.max_in_flight),
             (im.M_DRAIN, ticks(drain)),
             (im.M_PAIR, int(op.two_cta)),
-            (im.M_DELAY, round(delay * 2**im.FRACTION_SHIFT)),
-            (im.M_ABSORB, round(absorb * 2**im.FRACTION_SHIFT)),
+            (im.M_ABSORB, round(mma_absorption(op, self.arch) * 2**im.FRACTION_SHIFT)),
         ):
             self.set(pc, column, value)
         slots = op.slots * self.role.warps / self.arch.sm.sub_cores
@@ -316,7 +315,8 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
         machine=machine,
         code=np.array(tables.code, dtype=np.int64),
         demand=np.array([[d.alone, d.beside] for d in tables.demand], dtype=np.int64).reshape(-1, 2, len(im.PIPES)),
-        fma=np.array([d.fma for d in tables.demand], dtype=np.int64),
+        mma_delay=np.array([d.mma_delay for d in tables.demand], dtype=np.int64),
+        stall=np.array([d.stall for d in tables.demand], dtype=np.int64).reshape(-1, 2),
         activity=activity,
         entry=np.array(entry, dtype=np.int64),
         need=np.array(need, dtype=np.int64),
@@ -367,8 +367,10 @@ def _machine(
         multicast_latency=ticks(tma.multicast_extra_cycles if tma else 0.0),
         miss_latency=ticks(max(0.0, arch.hbm.latency_cycles - arch.l2.latency_cycles)),
         ingress_rate=rate(tma.bytes_per_cycle if tma else arch.sm.smem.bytes_per_cycle / 2),
+        egress_rate=rate(tma.store_bytes_per_cycle if tma else arch.sm.smem.bytes_per_cycle / 2),
         l2_rate=rate(arch.l2.bytes_per_cycle),
         reduce_rate=rate(arch.atomics.reduce_bytes_per_cycle),
         hbm_rate=rate(arch.hbm.achieved_bytes_per_second / (clock_mhz * 1e6)),
         l2_bytes=arch.l2.capacity_bytes,
+        mma_credit=ticks(sm.interference.absorbed_burst_cycles) if sm.interference else 0,
     )

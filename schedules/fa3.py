@@ -51,6 +51,10 @@ REGISTERS = {1: (56, 256, 128), 2: (24, 240, 168), 3: (32, 160, 128)}
 #: Issue slots per wgmma: descriptors and uniform registers. (594 - 472) / 19 in the d128 loop.
 SLOTS_PER_WGMMA = 6.5
 
+#: Cycles per tile in which a consumer warp has no instruction: code outside the loop runs once per tile
+#: and is fetched anew. Nsight Compute, no_instruction stalls on an H200: 742 (d128), 853 (d64).
+FETCH_CYCLES = 750.0
+
 #: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
 L2_SECTION_BYTES = 32 * 2**20
 
@@ -166,6 +170,7 @@ def fa3(
     with k.role("consumer", warpgroups=warpgroups, registers=REGISTERS[warpgroups][1]) as c:
         c.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with c.tiles():
+            c.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
             c.wait(q_ring)
             if overlap:
                 _wait_polled(c, k_ring, True)
@@ -285,6 +290,7 @@ def _p_to_smem(c: Role, cfg: Config) -> None:
 
 def _store_output(c: Role, cfg: Config, epilogue: Barrier, o_tensor: object, o_free: Barrier) -> None:
     """Row sums, 1/l, O to 16 bit, through shared memory and out by TMA; the last warpgroup sends it."""
+    c.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
     c.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
     c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": cfg.dv / 4}, latency={"fma": 1})
     c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V

@@ -4,15 +4,15 @@
     python validation/time_kernels.py -o sweep.csv --kernels triton --sweep --seqlens 4096
     python validation/time_kernels.py --counters counters.csv --kernels triton --seqlens 4096
 
-``triton`` is ``triton_attention.py``, ``fa2`` the FlashAttention-2 kernel inside PyTorch's SDPA, ``cudnn`` cuDNN's. The
-shapes are the papers' standard set: 16384 tokens in all, heads x head dim = 2048, with and without causal mask. A burst is a
-captured CUDA graph of launches (about 30 ms, no L2 flush between them), after one burst of warm-up; ``ms`` is the median of
-three bursts back to back. ``sm_clock_mhz`` is the mean SM clock over the three: small kernels before and after read every
-SM's cycle counter and the nanosecond timer. ``cycles`` = ``ms`` x clock. ``--counters`` instead runs every case once under
-Nsight Compute (``ncu``) and writes its counters. FLOPs: 4 b h s^2 d, half for causal.
+``triton`` is ``triton_attention.py``, ``fa2`` the FlashAttention-2 kernel inside PyTorch's SDPA, ``cudnn`` cuDNN's.
+The shapes are the papers' standard set: 16384 tokens in all, heads x head dim = 2048, with and without causal mask. A
+burst is a captured CUDA graph of launches (about 30 ms, no L2 flush between them), after one burst of warm-up; ``ms``
+is the median of three bursts back to back. ``sm_clock_mhz`` is the mean SM clock over the three: small kernels before
+and after read every SM's cycle counter and the nanosecond timer. ``cycles`` = ``ms`` x clock. ``--counters`` instead
+runs every case once under Nsight Compute (``ncu``) and writes its counters. FLOPs: 4 b h s^2 d, half for causal.
 
-Needs PyTorch, Triton and an NVIDIA GPU. Exit code 0: all cases ran, or those that a kernel does not support were named on
-stderr; 2: bad usage, or something is missing.
+Needs PyTorch, Triton and an NVIDIA GPU. Exit code 0: all cases ran, or those that a kernel does not support
+were named on stderr; 2: bad usage, or something is missing.
 """
 
 from __future__ import annotations
@@ -82,13 +82,16 @@ class Case:
 
     @property
     def batch(self) -> int:
+        """Sequences, so that the tokens are TOKENS."""
         return TOKENS // self.seqlen
 
     @property
     def heads(self) -> int:
+        """Heads, so that the width of the model is WIDTH."""
         return WIDTH // self.head_dim
 
     def flops(self) -> float:
+        """Floating-point operations by the papers' convention: half for causal."""
         return 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
 
     def columns(self, arch: str) -> dict[str, Any]:

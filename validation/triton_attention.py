@@ -1,12 +1,13 @@
 """A forward attention kernel in Triton with plain pointers: the companion of the ``triton`` schedule.
 
-    python validation/triton_attention.py --seqlen 1024 --head-dim 128 --causal --tile-m 128 --tile-n 64 --stages 3 --warps 8
+    python validation/triton_attention.py --seqlen 1024 --head-dim 128 --causal --tile-m 128 --tile-n 64
 
-runs it once and compares the result with float64 attention. Needs PyTorch, Triton and an NVIDIA GPU. Exit code 0: agrees;
-2: bad usage, or something is missing; 3: the error is above the tolerance.
+runs it once and compares the result with float64 attention. Needs PyTorch, Triton and an NVIDIA GPU. Exit code 0: it
+agrees; 2: bad usage, or something is missing; 3: the error is above the tolerance.
 
-The kernel is the online softmax of FlashAttention-2 (Dao 2023, algorithm 1): one program per block of ``tile_m`` query rows
-and head, a loop over blocks of ``tile_n`` keys, exponentials in base 2. Causal masks are aligned bottom right.
+The kernel is the online softmax of FlashAttention-2 (Dao 2023, algorithm 1): one program per block of ``tile_m`` query
+rows and head, a loop over blocks of ``tile_n`` keys, first those without a mask, exponentials in base 2. Causal masks
+are aligned bottom right. On Hopper Triton turns the two dots into wgmma and the loads of the loop into cp.async.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def attention_kernel(
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, knobs: Knobs) -> torch.Tensor:
-    """Attention of ``q`` (batch, heads, queries, dim) over ``k``, ``v`` (batch, kv_heads, keys, dim), same 16-bit dtype.
+    """Attention of ``q`` (batch, heads, queries, dim) over ``k``, ``v`` (batch, kv_heads, keys, dim), one 16-bit dtype.
 
     ``heads`` is a multiple of ``kv_heads``; the last dimension is contiguous; the softmax scale is 1/sqrt(dim).
     """

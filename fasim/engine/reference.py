@@ -16,7 +16,7 @@ import simpy
 from fasim import image as im
 from fasim.engine import memory as mem
 from fasim.engine.common import NO_TRACE, SCHEDULER, Blocked, TraceWindow, deadlock, sort_trace
-from fasim.image import Image, IntArray, RawResult
+from fasim.image import Image, RawResult
 from fasim.run import REASONS, UNIT_SLICE
 
 WORK, ISSUE, PIPE, DEPENDENCY, BARRIER, FULL, EMPTY, MEMORY, LAUNCH, TAIL = range(len(REASONS))
@@ -30,17 +30,16 @@ class Sm:
 
     free: list[int] = field(default_factory=lambda: [0] * len(im.PIPES))  # next free tick per pipe
     mma_until: int = 0  # the tensor core runs asynchronous MMAs until here
-    owed: int = 0  # delay by FMA instructions that the next MMA instruction pays
+    owed: int = 0  # delay by vector work that the next MMA instruction pays; negative: absorbed in advance
     owed_at: int = 0
-    per_fma: int = 0  # of the running MMA, see image.M_DELAY and M_ABSORB
-    absorbed: int = 0
+    absorbed: int = 0  # of the running MMA, see image.M_ABSORB
     tma_free: int = 0
     ingress_free: int = 0
 
-    def settle(self, now: int) -> None:
+    def settle(self, now: int, credit: int) -> None:
         """Let the running MMA absorb delay since the last look."""
         gone = ((now - self.owed_at) * self.absorbed) >> im.FRACTION_SHIFT
-        self.owed = max(0, self.owed - gone)
+        self.owed = max(-credit, self.owed - gone)
         self.owed_at = now
 
 
@@ -267,15 +266,17 @@ class ReferenceEngine:
                     sm.free[pipe] = max(now, sm.free[pipe]) + ticks
                     end, span = max(end, sm.free[pipe]), max(span, ticks)
             self.count(row[im.K_ACTIVITY], now, 1)
-            fma = int(self.image.fma[index])
-            if beside and fma > 0:
-                sm.settle(now)
-                sm.owed += (fma * sm.per_fma) >> im.FRACTION_SHIFT
+            delay = int(self.image.mma_delay[index])
+            if beside and delay > 0:
+                sm.settle(now, self.m.mma_credit)
+                sm.owed += delay
             self.charge(agent, now, end - span, PIPE, row[im.K_NAME])
             self.charge(agent, end - span, end, WORK, row[im.K_NAME])
-            if end > now:
+            stall = int(self.image.stall[index, int(beside)])
+            self.charge(agent, end, end + stall, DEPENDENCY, row[im.K_NAME])
+            if end + stall > now:
                 self.events += 1
-                yield self.schedule(self.env.event(), agent.group, end - now)
+                yield self.schedule(self.env.event(), agent.group, end + stall - now)
         yield from self.spend(agent, row[im.W_LATENCY], DEPENDENCY, row)
 
     def mma(self, agent: Agent, row: list[int]) -> Wait:
@@ -297,10 +298,10 @@ class ReferenceEngine:
         sms = [self.sms[agent.group][r] for r in ranks]
         start = max(self.now, *(sm.free[im.P_TENSOR] for sm in sms))
         for sm in sms:
-            sm.settle(self.now)
-        end = start + row[im.M_TICKS] + max(sm.owed for sm in sms)
+            sm.settle(self.now, self.m.mma_credit)
+        end = start + row[im.M_TICKS] + max(0, *(sm.owed for sm in sms))
         for rank, sm in zip(ranks, sms, strict=True):
-            sm.owed, sm.per_fma, sm.absorbed = 0, row[im.M_DELAY], row[im.M_ABSORB]
+            sm.owed, sm.absorbed = min(0, sm.owed), row[im.M_ABSORB]
             sm.free[im.P_TENSOR] = sm.mma_until = end
             self.count(row[im.K_ACTIVITY], start, 1)
             self.record(agent, self.m.agents, start, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
@@ -325,7 +326,8 @@ class ReferenceEngine:
         self.count(row[im.K_ACTIVITY], start, 1)
         into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT
         if kind != im.LOAD:
-            agent.stores_done = max(agent.stores_done, start + into_sm + m.store_latency)
+            out = (nbytes * m.egress_rate) >> im.RATE_SHIFT
+            agent.stores_done = max(agent.stores_done, start + out + m.store_latency)
         else:
             ranks = range(m.cluster) if row[im.C_MULTICAST] else (agent.sm,)
             latency = m.thread_latency if row[im.C_ENGINE] else m.tma_latency

@@ -48,7 +48,7 @@ class Row {
   Row& operator()(const char* key, T value) {
     if constexpr (std::is_arithmetic_v<T>) {
       char buffer[32];
-      std::snprintf(buffer, sizeof buffer, "%.6g", double(value));
+      std::snprintf(buffer, sizeof buffer, "%.5g", double(value));
       return put(key, buffer);
     } else {
       return put(key, "\"" + std::string(value) + "\"");

@@ -11,7 +11,7 @@ constexpr int kMaxGroups = N <= 128   ? 5
                            : N <= 192 ? 4
                                       : 3;
 
-template <int N, bool kRs, Op kOp>
+template <int N, bool kRs, Op kOp, int kChains>
 __global__ void __launch_bounds__(128 * kMaxGroups<N>, 1)
     corun_kernel(int mma_groups, int hops, Count* out, float* sink) {
   extern __shared__ __align__(1024) char smem[];
@@ -25,16 +25,16 @@ __global__ void __launch_bounds__(128 * kMaxGroups<N>, 1)
   if (group < mma_groups) {
     count = mma_window<N, kRs>(origin, smem, &last[group], sink);
   } else {
-    count = vector_window<kOp>(origin, hops, sink);
+    count = vector_window<kOp, kChains>(origin, hops, sink);
   }
   if (threadIdx.x % 128 == 0) out[group] = count;
   meter.stop();
 }
 
-template <int N, bool kRs, Op kOp>
+template <int N, bool kRs, Op kOp, int kChains = kStreams>
 Result measure(int mma_groups, int vector_groups, int hops) {
   static Buffer<Count> out(kMaxGroups<N>);
-  auto kernel = corun_kernel<N, kRs, kOp>;
+  auto kernel = corun_kernel<N, kRs, kOp, kChains>;
   allow_smem(kernel, kSmem);
   int groups = mma_groups + vector_groups;
   return measure_window(out, mma_groups, groups,
@@ -67,6 +67,18 @@ void measure_duty(double mma_alone) {
   }
 }
 
+// FFMA at a rate set by the number of dependent chains: about one instruction per 4.2 cycles, chain and warp.
+template <int N, bool kRs, int kChains>
+void measure_chains(double mma_alone) {
+  for (int vector_groups = 1; vector_groups <= 2; ++vector_groups) {
+    Result r = measure<N, kRs, Op::kFfma, kChains>(1, vector_groups, -1);
+    double alone = measure<N, kRs, Op::kFfma, kChains>(0, vector_groups, -1).vector_lanes;
+    Row("corun_chains")("n", N)("operand", kRs ? "rs" : "ss")("chains", kChains)("vector_groups", vector_groups)(
+        "vector_lanes_alone", alone)("mma_cycles_per_instr", r.mma_interval)("mma_alone", mma_alone)(
+        "vector_lanes_per_cycle", r.vector_lanes)("mma_delay_per_vector_instr", delay_per_instr(r, mma_alone));
+  }
+}
+
 template <int N, bool kRs>
 void measure_width() {
   double alone = 0;
@@ -88,6 +100,10 @@ void measure_width() {
   measure_full<N, kRs, Op::kEx2Ffma1>(alone);
   measure_full<N, kRs, Op::kEx2Ffma2>(alone);
   measure_full<N, kRs, Op::kEx2Ffma4>(alone);
+  measure_chains<N, kRs, 1>(alone);
+  measure_chains<N, kRs, 2>(alone);
+  measure_chains<N, kRs, 3>(alone);
+  measure_chains<N, kRs, 4>(alone);
   measure_duty<N, kRs, Op::kNone>(alone);
   measure_duty<N, kRs, Op::kEx2>(alone);
   measure_duty<N, kRs, Op::kFmnmx>(alone);
@@ -132,6 +148,17 @@ int main() {
          {"vector_groups", ""},
          {"idle_hops", ""},
          {"duty_alone", "fraction"},
+         {"vector_lanes_alone", "lanes/cycle/SM"},
+         {"mma_cycles_per_instr", "cycles"},
+         {"mma_alone", "cycles"},
+         {"vector_lanes_per_cycle", "lanes/cycle/SM"},
+         {"mma_delay_per_vector_instr", "cycles"}});
+  table("corun_chains",
+        "the same with endless FFMA over few dependent chains in each warp, so at an even, partial rate",
+        {{"n", ""},
+         {"operand", ""},
+         {"chains", ""},
+         {"vector_groups", ""},
          {"vector_lanes_alone", "lanes/cycle/SM"},
          {"mma_cycles_per_instr", "cycles"},
          {"mma_alone", "cycles"},

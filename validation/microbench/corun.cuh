@@ -41,8 +41,9 @@ __device__ __forceinline__ Count windowed(uint32_t origin, Body body) {
   return window.count;
 }
 
-// The vector side: an endless stream (hops < 0), or bursts of 64 instructions with `hops` idle hops between them.
-template <Op kOp>
+// The vector side: an endless stream over kChains dependent chains (hops < 0), or bursts of 64 instructions with `hops`
+// idle hops between them.
+template <Op kOp, int kChains = kStreams>
 __device__ __forceinline__ Count vector_window(uint32_t origin, int hops, float* sink) {
   VectorState state(1.f);
   Idle idle;
@@ -50,12 +51,12 @@ __device__ __forceinline__ Count vector_window(uint32_t origin, int hops, float*
   if (hops < 0) {
     count = windowed(origin, [&] {
 #pragma unroll 1
-      for (int i = 0; i < 4; ++i) vector_burst<kOp, 256>(state);
+      for (int i = 0; i < 4; ++i) vector_burst<kOp, 256, kChains>(state);
       return 1024;
     });
   } else {
     count = windowed(origin, [&] {
-      vector_burst<kOp, 64>(state);
+      vector_burst<kOp, 64, kChains>(state);
       idle(hops);
       return 64;
     });

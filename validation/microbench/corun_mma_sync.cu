@@ -24,9 +24,11 @@ __global__ void __launch_bounds__(768, 1) corun_kernel(int mma_warps, int hops, 
     for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(noise(threadIdx.x * 8 + 4 + i)) & 0x3f803f80u;
     float d[kChains][4] = {};
     count = windowed(origin, [&] {
+#pragma unroll 1
+      for (int loop = 0; loop < 4; ++loop)
 #pragma unroll
-      for (int i = 0; i < 4 * kChains; ++i) mma_sync(d[i % kChains], a, b);
-      return 4 * kChains;
+        for (int i = 0; i < 8 * kChains; ++i) mma_sync(d[i % kChains], a, b);
+      return 32 * kChains;
     });
     if (sink != nullptr)
       for (int i = 0; i < kChains; ++i)

@@ -18,20 +18,29 @@ __global__ void chase_kernel(const uint64_t* start, int hops, uint32_t* out) {
   out[1] = uint32_t(address);
 }
 
-// Latency of `lines` single lines, by dependent loads of the same line, seen from every SM: shows near and far halves
-// of the L2.
-__global__ void line_kernel(const char* data, int lines, uint32_t* out) {
+constexpr int kLineStride = 4096;
+
+// Every line holds its own address.
+__global__ void point_kernel(char* data, int lines) {
+  for (int line = threadIdx.x; line < lines; line += blockDim.x) {
+    char* at = data + size_t(line) * kLineStride;
+    *reinterpret_cast<uint64_t*>(at) = reinterpret_cast<uint64_t>(at);
+  }
+}
+
+// Latency of single lines by dependent loads of the same line, seen by CTA `who`, one to an SM: near and far parts of
+// L2.
+__global__ void line_kernel(const char* data, int lines, unsigned who, uint32_t* out) {
+  if (blockIdx.x != who) return;
   for (int line = 0; line < lines; ++line) {
     uint32_t best = ~0u;
-    auto address = reinterpret_cast<uint64_t>(data + size_t(line) * 4096);
+    auto address = reinterpret_cast<uint64_t>(data + size_t(line) * kLineStride);
     for (int repeat = 0; repeat < 4; ++repeat) {
       uint32_t begin = clock32();
 #pragma unroll 1
-      for (int i = 0; i < kDependent + 1; ++i) {  // the line holds zeros; the last load is issued but not waited for
-        uint64_t word;
-        asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
-        address += word;
-      }
+      for (int i = 0; i <= kDependent;
+           ++i)  // the last load is issued, which waits for the one before, but not waited for
+        asm volatile("ld.global.cg.u64 %0, [%0];" : "+l"(address)::"memory");
       uint32_t cycles = (clock32() - begin) / kDependent;
       if (cycles < best) best = cycles;
     }
@@ -129,7 +138,8 @@ void measure_chase(Buffer<char>& data, Buffer<uint32_t>& out) {
 void measure_lines(int sms, Buffer<char>& data) {
   constexpr int kLines = 256;
   Buffer<uint32_t> out(size_t(sms) * kLines);
-  line_kernel<<<sms, 1>>>(data.data, kLines, out.data);
+  point_kernel<<<1, 256>>>(data.data, kLines);
+  for (int who = 0; who < sms; ++who) line_kernel<<<sms, 1>>>(data.data, kLines, who, out.data);
   sync_and_check();
   auto host = out.read();
   std::vector<double> all(host.begin(), host.end());
@@ -184,7 +194,7 @@ void measure_stream(int sms, Buffer<char>& data) {
     run("l2", ctas, size_t(16) << 20, 20, {16384, 2, 4});
     run("hbm", ctas, size_t(1) << 30, 1, {16384, 2, 4});
   }
-  for (int megabytes : {4, 10, 20, 25, 30, 35, 40, 45, 50, 60, 80, 120})
+  for (int megabytes : {10, 20, 25, 30, 35, 40, 45, 50, 60, 80, 120})
     run(("set " + std::to_string(megabytes) + " MB").c_str(), sms, size_t(megabytes) << 20, 20, {16384, 2, 4});
 }
 
@@ -196,8 +206,7 @@ int main() {
   Buffer<uint32_t> out(2);
   table("latency_by_set", "dependent 8-byte loads (ld.global.cg) over random 128-byte lines of a set, second pass",
         {{"set", "MB"}, {"hops", ""}, {"cycles", "cycles"}, {"note", ""}});
-  table("l2_hit_latency",
-        "single L2 hits, 256 lines seen from every SM, the best of 4 each: spread between near and far lines",
+  table("l2_hit_latency", "single L2 hits, 256 lines seen from every SM in turn: spread between near and far lines",
         {{"quantile", ""}, {"cycles", "cycles"}});
   table("stream",
         "read bandwidth of bulk copies, one CTA an SM, each warp waits, arms and issues for a ring of its own: 'l2' "

@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(512) smem_kernel(uint32_t* out, uint32_t* sink
   for (int i = threadIdx.x; i < 8192; i += blockDim.x)
     data[i] = kMem == Mem::kChase ? smem_u32(&data[threadIdx.x % 32]) : i;
   __syncthreads();
-  uint32_t address =
-      smem_u32(data) + (threadIdx.x / 32 % 16) * 2048 + threadIdx.x % 32 * (kMem == Mem::kChase ? 4 : 16);
+  uint32_t address = smem_u32(data) + threadIdx.x % 32 * (kMem == Mem::kChase ? 4 : 16);
   uint32_t x[4] = {}, sum = 0;
   Meter meter;
   uint32_t start = clock32();
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(512) smem_kernel(uint32_t* out, uint32_t* sink
   for (int loop = 0; loop < kLoops; ++loop)
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      uint32_t at = address + (i % 4) * 512;
+      uint32_t at = address + (kMem == Mem::kChase ? 0 : loop % 2 * 16384 + i * 512);
       if constexpr (kMem == Mem::kLd)
         asm volatile("ld.volatile.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

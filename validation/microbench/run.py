@@ -2,10 +2,10 @@
 
     python validation/microbench/run.py -o results.json
 
-Needs ``nvcc`` (CUDA 12.4 or later) and an NVIDIA GPU of compute capability 9.0 (H100, H200). Every ``*.cu`` beside this
-file is one program; each runs as its own process with a time limit, so that one failure does not lose the rest: it is
-recorded with its reason. Exit code 0: all ran; 1: some failed (the JSON is written all the same); 2: bad usage, or nvcc or
-the GPU is missing. The JSON is described in README.md.
+Needs ``nvcc`` (CUDA 12.4 or later) and an NVIDIA GPU of compute capability 9.0 (H100, H200). Every ``*.cu`` beside
+this file is one program; each runs as its own process with a time limit, so that one failure does not lose the rest: it
+is recorded with its reason. Exit code 0: all ran; 1: some failed (the JSON is written all the same); 2: bad usage, or
+nvcc or the GPU is missing. The JSON is described in README.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def build(program: str, folder: Path) -> Path:
 def parse(output: str) -> dict[str, Any]:
     """Tables and mean SM clock from a program's JSON lines (see ``common.cuh``).
 
-    Raises BenchmarkError on a line of another form, a row of an unknown table, or a missing last line.
+    Raises BenchmarkError on a line of another form, a row of an unknown table or with unknown columns, or when the last
+    line is missing.
     """
     tables: dict[str, dict[str, Any]] = {}
     clock: float | None = None
@@ -99,9 +101,14 @@ def parse(output: str) -> dict[str, Any]:
         try:
             item = json.loads(line)
             if "table" in item:
-                tables[item["table"]] = {"question": item["question"], "units": item["units"], "rows": []}
+                columns, units = list(item["units"]), list(item["units"].values())
+                tables[item["table"]] = {"question": item["question"], "columns": columns, "units": units, "rows": []}
             elif "row" in item:
-                tables[item.pop("row")]["rows"].append(item)
+                table = tables[item.pop("row")]
+                row = [item.pop(column, None) for column in table["columns"]]
+                if item:
+                    raise KeyError(next(iter(item)))
+                table["rows"].append(row)
             else:
                 clock = item["sm_clock_mhz"]
         except (ValueError, KeyError, TypeError) as error:
@@ -139,28 +146,10 @@ def measure(program: str, folder: Path, time_limit_s: float | None) -> dict[str,
 
 
 def to_text(results: dict[str, Any]) -> str:
-    """JSON with one table row per line, so that differences between two files can be read."""
-    rows: list[str] = []
-
-    def placeholder(row: dict[str, Any]) -> str:
-        rows.append(json.dumps(row))
-        return f"@row{len(rows) - 1}@"
-
-    benchmarks = {
-        name: {
-            **entry,
-            **(
-                {"tables": {k: {**t, "rows": [placeholder(r) for r in t["rows"]]} for k, t in entry["tables"].items()}}
-                if "tables" in entry
-                else {}
-            ),
-        }
-        for name, entry in results["benchmarks"].items()
-    }
-    text = json.dumps({**results, "benchmarks": benchmarks}, indent=1)
-    for index, row in enumerate(rows):
-        text = text.replace(f'"@row{index}@"', row, 1)
-    return text + "\n"
+    """JSON with one table row per line, so that two files can be compared line by line."""
+    text = json.dumps(results, indent=1)
+    # A row is a list of scalars: the only brackets without brackets or braces inside.
+    return re.sub(r"\[[^\[\]{}]*\]", lambda match: json.dumps(json.loads(match[0])), text) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

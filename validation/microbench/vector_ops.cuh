@@ -40,7 +40,7 @@ struct VectorState {
     for (int i = 0; i < 4; ++i) high[i] = sum[i] = packed[i] = seed;
     scale = 0.5f + 1e-4f * seed;
     shift = -0.01f * seed;
-    flag = seed != 0.f;
+    flag = threadIdx.x % 2;
   }
   // Keeps the results alive: the store never happens, `sink` is null at run time.
   __device__ void keep(float* sink) const {
@@ -98,11 +98,11 @@ __device__ __forceinline__ void vector_step(VectorState& s, int i) {
   }
 }
 
-// `kCount` instructions (elements for the mix), straight-line.
-template <Op kOp, int kCount>
+// `kCount` instructions (units of a mix), straight-line, over `kChains` independent chains.
+template <Op kOp, int kCount, int kChains = kStreams>
 __device__ __forceinline__ void vector_burst(VectorState& s) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) vector_step<kOp>(s, i);
+  for (int i = 0; i < kCount; ++i) vector_step<kOp>(s, i % kChains);
 }
 
 // Idle with few instructions: a chain of dependent constant loads (LDC). The word holds its own address. The address
@@ -128,7 +128,7 @@ struct Idle {
   __device__ __forceinline__ void hop() { asm volatile("ld.const.u64 %0, [%0];" : "+l"(address)); }
   // hops x (latency of the load + the loop around it; table `latency`, op `idle_hop`).
   __device__ __forceinline__ void operator()(int hops) {
-#pragma unroll 1
+#pragma unroll 8
     for (int i = 0; i < hops; ++i) hop();
   }
   __device__ void keep(float* sink) const {

@@ -1,7 +1,7 @@
 """Generates ``wgmma.cuh``: one wrapper per width of ``wgmma.mma_async.m64nNk16`` (bf16 in, fp32 accumulators).
 
-The instruction takes N/2 accumulator registers per thread, so its inline assembly differs by N. Syntax and the layout of
-the shared-memory descriptor: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
+The instruction takes N/2 accumulator registers per thread, so its inline assembly differs by N. Syntax and the layout
+of the shared-memory descriptor: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""What the compiled engine writes down as it goes: the busy histogram, stall times and trace slices."""
+
+from __future__ import annotations
+
+from fasim import image as im
+from fasim.engine.cache import inline, jit
+from fasim.engine.state import BIN_SHIFT, ITERATION, ROW, TRACED, TRUNCATED, Program, State
+from fasim.image import Machine
+
+
+@inline
+def count(st: State, activity: int, start: int, amount: int) -> None:
+    """Add to the histogram; its bins double in width when the run outgrows it."""
+    k = start >> st.scalars[BIN_SHIFT]
+    while k >= im.BINS:
+        half = im.BINS // 2
+        for i in range(st.bins.shape[1]):
+            for j in range(half):
+                st.bins[j, i] = st.bins[2 * j, i] + st.bins[2 * j + 1, i]
+            for j in range(half, im.BINS):
+                st.bins[j, i] = 0
+        st.scalars[BIN_SHIFT] += 1
+        k = start >> st.scalars[BIN_SHIFT]
+    st.bins[k, activity] += amount
+
+
+@jit
+def record(m: Machine, p: Program, st: State, g: int, a: int, track: int, start: int, end: int, kind: int, name: int, owner: int, sm: int) -> None:  # fmt: skip  # noqa: E501
+    """Keep a slice of one track, if the trace window wants it and the buffer has room."""
+    if end <= start or st.trace_sms[g * m.cluster + sm] == 0 or end <= p.trace_from or start >= p.trace_until:
+        return
+    n = st.scalars[TRACED]
+    if n >= st.trace.shape[0]:
+        st.scalars[TRUNCATED] = 1
+        return
+    row = st.trace[n]
+    row[im.T_START], row[im.T_END] = start, end
+    row[im.T_SM] = g * m.cluster + sm
+    row[im.T_SLOT] = (a // m.agents) % m.slots
+    row[im.T_TRACK], row[im.T_NAME], row[im.T_KIND] = track, name, kind
+    row[im.T_TILE], row[im.T_ITER] = st.agent[g, a, ROW], st.agent[g, a, ITERATION]
+    row[im.T_OWNER] = owner
+    st.scalars[TRACED] = n + 1
+
+
+@inline
+def spend(m: Machine, p: Program, st: State, g: int, a: int, start: int, end: int, reason: int, name: int) -> None:
+    """Charge an agent's time to a reason."""
+    if end > start:
+        st.stalls[a % m.agents, reason] += end - start
+        if st.trace.shape[0] > 0:
+            record(m, p, st, g, a, a % m.agents, start, end, reason, name, -1, a // m.agents // m.slots)
