@@ -185,6 +185,9 @@ class Interference(_Table):
     alu_port_cycles: NonNegativeFloat
     mufu_port_cycles: NonNegativeFloat
     fma_port_cycles: NonNegativeFloat
+    shuffle_cycles: PositiveFloat
+    shuffle_latency_cycles: PositiveFloat
+    """Of a dependent shuffle; the MMA has priority at the shared-memory port."""
     stall_cycles: NonNegativeFloat
     """As ``issue.stall_cycles``, beside a running MMA."""
     ffma_delay_cycles: NonNegativeFloat

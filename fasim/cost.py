@@ -57,7 +57,7 @@ class VectorDemand:
     beside: IntArray  # (len(PIPES),)
     mma_delay: int  # by which it delays an MMA that absorbs nothing
     stall: tuple[int, int]  # lost to result latencies inside, without and with an MMA beside it
-    latency: int
+    latency: tuple[int, int]  # exposed at the end, without and with an MMA beside it
 
     @property
     def span(self) -> int:
@@ -143,6 +143,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
                 beside[P_PORT] += n * inter.mufu_port_cycles
             elif pipe == P_FMA:
                 beside[P_PORT] += n * inter.fma_port_cycles
+            elif name == "shfl":
+                slowed = max(ii, inter.shuffle_cycles)
             if name in _DELAY_FIELD:
                 delay += n * getattr(inter, _DELAY_FIELD[name])
         beside[pipe] += n * slowed
@@ -163,12 +165,15 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
         tmem = op.tmem_load_bytes / sm.tmem.load_bytes_per_cycle + op.tmem_store_bytes / sm.tmem.store_bytes_per_cycle
         alone[P_TMEM] = beside[P_TMEM] = tmem
     latency = sum(result_latency(arch, kind) * count for kind, count in op.latency.items())
+    slower = latency
+    if inter is not None and "shfl" in op.latency:
+        slower += op.latency["shfl"] * (inter.shuffle_latency_cycles - result_latency(arch, "shfl"))
     return VectorDemand(
         np.rint(alone * TICKS).astype(np.int64),
         np.rint(beside * TICKS).astype(np.int64),
         ticks(delay),
         (ticks(stalled * sm.issue.stall_cycles), ticks(stalled * (inter or sm.issue).stall_cycles)),
-        ticks(latency),
+        (ticks(latency), ticks(slower)),
     )
 
 

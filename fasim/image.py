@@ -25,8 +25,8 @@ WORK, MMA, WAIT_MMA, COPY, WAIT_COPY, ARRIVE, WAIT, DELAY, LOOP, END_LOOP, TILE,
 
 # code[pc] = [kind, name, operands...]
 K_KIND, K_NAME = 0, 1
-# WORK: chunks of one demand row, then an exposed latency
-W_DEMAND, W_CHUNKS, W_LATENCY = 2, 3, 4
+# WORK: chunks of one demand row, then an exposed latency (without, with an MMA beside it)
+W_DEMAND, W_CHUNKS, W_LATENCY, W_LATENCY_BESIDE = 2, 3, 4, 5
 # MMA
 M_TICKS, M_COUNT, M_INTERVAL, M_DEPTH, M_DRAIN, M_PAIR, M_ABSORB = range(2, 9)
 M_BAR, M_STAGES, M_COUNTER = 10, 11, 12

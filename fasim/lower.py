@@ -165,12 +165,13 @@ class _AgentEmitter:
             np.rint(total.beside / chunks).astype(np.int64),
             round(total.mma_delay / chunks),
             (round(total.stall[0] / chunks), round(total.stall[1] / chunks)),
-            0,
+            (0, 0),
         )
         pc = self.emit(im.WORK, op.label)
         self.set(pc, im.W_DEMAND, self.tables.add_demand(part))
         self.set(pc, im.W_CHUNKS, chunks)
-        self.set(pc, im.W_LATENCY, total.latency)
+        self.set(pc, im.W_LATENCY, total.latency[0])
+        self.set(pc, im.W_LATENCY_BESIDE, total.latency[1])
         self.set(pc, im.K_ACTIVITY, self.tables.code[pc][im.W_DEMAND])
 
     def mma(self, op: Mma) -> None:

@@ -55,6 +55,10 @@ SLOTS_PER_WGMMA = 6.5
 #: and is fetched anew. Nsight Compute, no_instruction stalls on an H200: 742 (d128), 853 (d64).
 FETCH_CYCLES = 750.0
 
+#: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
+#: wgmma waits that find their group complete take 24 to 30 each (cycle stamps inside the kernel).
+LOOP_CYCLES = 90.0
+
 #: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
 L2_SECTION_BYTES = 32 * 2**20
 
@@ -219,6 +223,7 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
     rest = {"fadd": cfg.elements, "f2fp": cfg.elements / 2, "fmul": 4.0 + (0 if cfg.rescale_early else cfg.dv / 2)}
     _exp(c, cfg, "exp, sum, P", 1.0 - cfg.early, 0.5, rest)
     _p_to_smem(c, cfg)
+    c.delay("loop", LOOP_CYCLES, "issue")
 
 
 def _serial_step(
@@ -240,6 +245,7 @@ def _serial_step(
     _pv(c, cfg)
     c.wait_mma(0, "wait PV")
     c.release(v_ring)
+    c.delay("loop", LOOP_CYCLES, "issue")
 
 
 def _qk(c: Role, cfg: Config) -> None:

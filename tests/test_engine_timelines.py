@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from programs import TOY_MHZ, both, commit, cycles, kernel, log, toy_arch
 
+from fasim.arch import Arch
 from fasim.engine import compiled, reference
 from fasim.engine.memory import COUNTERS
 from fasim.errors import DeadlockError
@@ -227,9 +228,12 @@ def test_different_pipes_do_not_collide():
     assert log(k) == ["100-164 a: exp (work)", "100-116 b: max (work)", "116-140 b: max (dependency)"]
 
 
+def interfering(**values: object) -> Arch:
+    return toy_arch(*(f"sm.interference.{key}={value}" for key, value in values.items()))
+
+
 def test_mma_and_vector_work_slow_each_other_down():
-    interference = ("alu_cycles=4", "alu_port_cycles=4", "fma_port_cycles=1", "fma_mma_delay_cycles=[0.5]")
-    k = kernel(toy_arch(*(f"sm.interference.{text}" for text in interference)))
+    k = kernel(interfering(alu_cycles=4, alu_port_cycles=4, fma_port_cycles=1, ffma_delay_cycles=0.5))
     with k.role("wg", warpgroups=1, registers=24) as c, c.tiles():
         c.mma("QK", m=64, n=128, k=16, count=1)
         c.vector("max", {"fmnmx": 8})
@@ -249,16 +253,45 @@ def test_mma_and_vector_work_slow_each_other_down():
     ]
 
 
-@pytest.mark.parametrize(("absorbed", "pause", "extra"), [(0, 0, 4), (0.125, 0, 3), (0.125, 24, 0)])
-def test_a_running_mma_absorbs_delay(absorbed, pause, extra):
-    delay = ("sm.interference.fma_mma_delay_cycles=[0.5]", f"sm.interference.absorbed_per_cycle=[{absorbed}]")
-    k = kernel(toy_arch(*delay))
+@pytest.mark.parametrize(
+    ("absorbed", "credit", "before", "after", "extra"),
+    [
+        (0, 0, 0, 0, 4),
+        (0.125, 0, 0, 0, 3),  # 8 cycles of work absorb one
+        (0.125, 0, 0, 24, 0),
+        (0.125, 0, 16, 0, 3),  # nothing is absorbed in advance,
+        (0.125, 10, 16, 0, 0),  # except up to the credit: 24 + 8 cycles make 4
+        (0.125, 2, 16, 0, 1),
+    ],
+)
+def test_a_running_mma_absorbs_delay(absorbed, credit, before, after, extra):
+    k = kernel(interfering(ffma_delay_cycles=0.5, absorbed_per_cycle=[absorbed], absorbed_burst_cycles=credit))
     with k.role("wg", warpgroups=1, registers=24) as c, c.tiles():
-        c.mma("QK", m=64, n=128, k=16, count=1)
-        c.vector("scale", {"ffma": 8})  # 4 cycles owed from 108 on
-        c.delay("pause", pause)
-        c.mma("PV", m=64, n=128, k=16, count=1)  # 0.125 a cycle: 1 gone after 8, all after 32
+        c.mma("QK", m=64, n=128, k=16, count=1)  # goes on at 108
+        c.delay("before", before)
+        c.vector("scale", {"ffma": 8})  # 4 cycles owed, 8 cycles of work
+        c.delay("after", after)
+        c.mma("PV", m=64, n=128, k=16, count=1)
     assert log(k)[-1] == f"164-{228 + extra} tensor: PV"
+
+
+def test_result_latencies_stall_a_role_but_not_its_pipes():
+    k = kernel(toy_arch("sm.issue.stall_cycles=0.5"))
+    with k.role("wg", warpgroups=2, registers=24) as c, c.tiles():
+        c.vector("exp", {"ex2": 16})  # two chunks of 8 instructions
+    assert log(k) == [
+        "100-164 wg0: exp (work)",
+        "100-164 wg1: exp (pipe)",
+        "164-168 wg0: exp (dependency)",
+        "164-228 wg1: exp (work)",
+        "168-228 wg0: exp (pipe)",
+        "228-292 wg0: exp (work)",
+        "228-232 wg1: exp (dependency)",
+        "232-292 wg1: exp (pipe)",
+        "292-296 wg0: exp (dependency)",
+        "292-356 wg1: exp (work)",
+        "356-360 wg1: exp (dependency)",
+    ]
 
 
 def test_mma_sync_shares_the_tensor_core_with_its_own_fma():
@@ -286,7 +319,7 @@ def test_l2_hit_miss_and_store():
         "276-284 tma: load X",
         "280-384 w: wait loads (memory)",  # 276 + 8 + 100
         "384-388 w: store X (issue)",
-        "388-472 w: wait stores (memory)",  # 384 + 8 + 80: the source has been read
+        "388-480 w: wait stores (memory)",  # 384 + 16 at 64 B/cycle + 80: the source has been read
     ]
     assert counters(k) == dict(zip(COUNTERS, (2048, 1024, 1024, 0, 1, 1), strict=True))
 

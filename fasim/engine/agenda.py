@@ -3,51 +3,61 @@
 from __future__ import annotations
 
 from fasim.engine.cache import inline
-from fasim.engine.state import OVERFLOW, STATUS, State
+from fasim.engine.state import OVERFLOW, PUSHED, SERIAL, SIZE, STATUS, TARGET, TIME, State
+from fasim.image import IntArray
 
 
 @inline
 def push(st: State, g: int, time: int, target: int) -> None:
     """Add an event: agent ``target`` goes on, or a copy or MMA arrives at barrier ``-1 - target``."""
-    size = st.heap_size[g]
-    if size >= st.heap_time.shape[1]:
+    heap, group = st.heap[g], st.group[g]
+    i = group[SIZE]
+    if i >= heap.shape[0]:
         st.scalars[STATUS] = OVERFLOW
         return
-    times, serials, targets = st.heap_time[g], st.heap_serial[g], st.heap_target[g]
-    serial = st.serial[g]
-    st.serial[g] = serial + 1
-    i = size
+    group[SIZE] = i + 1
     while i > 0:
         parent = (i - 1) >> 1
-        if times[parent] <= time:  # equal times: the older serial stays on top
+        if heap[parent, TIME] <= time:  # equal times: the older serial stays on top
             break
-        times[i], serials[i], targets[i] = times[parent], serials[parent], targets[parent]
+        move(heap, parent, i)
         i = parent
-    times[i], serials[i], targets[i] = time, serial, target
-    st.heap_size[g] = size + 1
+    heap[i, TIME], heap[i, SERIAL], heap[i, TARGET] = time, group[PUSHED], target
+    group[PUSHED] += 1
 
 
 @inline
 def pop(st: State, g: int) -> None:
     """Drop the earliest event; of equal times the first pushed."""
-    times, serials, targets = st.heap_time[g], st.heap_serial[g], st.heap_target[g]
-    size = st.heap_size[g] - 1
-    st.heap_size[g] = size
+    heap, group = st.heap[g], st.group[g]
+    size = group[SIZE] - 1
+    group[SIZE] = size
     if size == 0:
         return
-    time, serial, target = times[size], serials[size], targets[size]
+    time, serial = heap[size, TIME], heap[size, SERIAL]
     i = 0
     while True:
         child = 2 * i + 1
         if child >= size:
             break
         right = child + 1
-        if right < size and (
-            times[right] < times[child] or (times[right] == times[child] and serials[right] < serials[child])
-        ):
+        if right < size and before(heap, right, heap[child, TIME], heap[child, SERIAL]):
             child = right
-        if times[child] > time or (times[child] == time and serials[child] > serial):
+        if not before(heap, child, time, serial):
             break
-        times[i], serials[i], targets[i] = times[child], serials[child], targets[child]
+        move(heap, child, i)
         i = child
-    times[i], serials[i], targets[i] = time, serial, target
+    move(heap, size, i)
+
+
+@inline
+def before(heap: IntArray, i: int, time: int, serial: int) -> bool:
+    """Whether event ``i`` comes before one of that time and serial."""
+    return heap[i, TIME] < time or (heap[i, TIME] == time and heap[i, SERIAL] < serial)
+
+
+@inline
+def move(heap: IntArray, source: int, target: int) -> None:
+    """Copy event ``source`` to place ``target``."""
+    for column in range(3):
+        heap[target, column] = heap[source, column]

@@ -16,20 +16,35 @@ from fasim.engine.account import spend
 from fasim.engine.agenda import pop, push
 from fasim.engine.cache import entry, inline
 from fasim.engine.common import NO_TRACE, Blocked, TraceWindow, deadlock, sort_trace
-from fasim.engine.instructions import arrive, end_role, issue_copy, issue_mma, start_cta, take_tile, work_chunk
+from fasim.engine.instructions import (
+    arrive,
+    end_role,
+    issue_copy,
+    issue_mma,
+    next_barrier,
+    start_cta,
+    take_tile,
+    work_chunk,
+)
 from fasim.engine.state import (
+    ALIVE,
     BIN_SHIFT,
     BLOCKED,
     COMMITS,
+    COUNTS,
     DONE_AT,
     ENDS,
     EVENTS,
     FULL_FROM,
     FULL_UNTIL,
+    GROUP_ENDS,
     GROUPS_KEPT,
     ITERATION,
     LAST,
+    LEFT,
     LOADS_DONE,
+    MMA_ENDS,
+    MMA_UNTIL,
     MMAS,
     NEEDED,
     NEVER,
@@ -39,6 +54,7 @@ from fasim.engine.state import (
     OVERFLOW,
     PC,
     PENDING,
+    PHASES,
     PROGRESS,
     R_DEPENDENCY,
     R_ISSUE,
@@ -48,11 +64,16 @@ from fasim.engine.state import (
     ROW,
     RUNNING,
     SINCE,
+    SIZE,
     STATUS,
     STORES_DONE,
+    TARGET,
+    TIME,
     TRACED,
     TRUNCATED,
     WAITS_IN,
+    WANTS_AGENT,
+    WANTS_AT,
     Program,
     State,
     new_program,
@@ -88,23 +109,22 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             else:
                 agent[PROGRESS] = 0
                 agent[PC] += 1
-                nxt = now + row[im.W_LATENCY]
+                beside = st.sm[g, sm, MMA_UNTIL] > now
+                nxt = now + row[im.W_LATENCY_BESIDE if beside else im.W_LATENCY]
                 reason = R_DEPENDENCY
         elif kind == im.MMA:
             k = agent[MMAS]
             oldest = 0
             if k >= row[im.M_DEPTH]:
-                oldest = st.ends[g, a, (k - row[im.M_DEPTH]) % ENDS] + row[im.M_DRAIN]
+                oldest = agent[MMA_ENDS + (k - row[im.M_DEPTH]) % ENDS] + row[im.M_DRAIN]
             if agent[PROGRESS] == row[im.M_COUNT]:
                 agent[PROGRESS] = 0
                 agent[PC] += 1
-                done = st.ends[g, a, (k - 1) % ENDS] + row[im.M_DRAIN]
-                st.commits[g, a, agent[COMMITS] % GROUPS_KEPT] = done
+                done = agent[MMA_ENDS + (k - 1) % ENDS] + row[im.M_DRAIN]
+                agent[GROUP_ENDS + agent[COMMITS] % GROUPS_KEPT] = done
                 agent[COMMITS] += 1
                 if row[im.M_BAR] >= 0:
-                    n = st.count[g, a, row[im.M_COUNTER]]
-                    st.count[g, a, row[im.M_COUNTER]] = n + 1
-                    bar = row[im.M_BAR] + n % row[im.M_STAGES]
+                    bar = next_barrier(agent, row)
                     first, ranks = (0, m.cluster) if row[im.M_PAIR] == 1 else (sm, 1)
                     for r in range(first, first + ranks):
                         push(st, g, done, -1 - ((r * m.slots + c % m.slots) * m.barriers + bar))
@@ -119,13 +139,13 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             reason = R_DEPENDENCY
             k = agent[COMMITS] - 1 - row[2]
             if k >= 0:
-                nxt = max(now, st.commits[g, a, k % GROUPS_KEPT])
+                nxt = max(now, agent[GROUP_ENDS + k % GROUPS_KEPT])
         elif kind == im.COPY or kind == im.TILE or kind == im.END:
             alone = False
             if kind == im.TILE:
                 alone = m.mode != im.DYNAMIC or row[im.T_DRAWS] == 0
             elif kind == im.END:
-                alone = st.running[g, c % m.slots] > 1
+                alone = st.slot[g, c % m.slots, ALIVE] > 1
             if not alone and (now > top or (now == top and g > top_g)):
                 agent[PENDING] = now
                 return WANTS_GLOBAL
@@ -144,9 +164,8 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             nxt = max(now, agent[LOADS_DONE] if row[2] == im.LOAD else agent[STORES_DONE])
         elif kind == im.ARRIVE or kind == im.WAIT:
             agent[PC] += 1
-            n = st.count[g, a, row[im.M_COUNTER]]
-            st.count[g, a, row[im.M_COUNTER]] = n + 1
-            bar = row[im.M_BAR] + n % row[im.M_STAGES]
+            n = agent[COUNTS + row[im.M_COUNTER]]
+            bar = next_barrier(agent, row)
             if kind == im.ARRIVE:
                 if row[im.B_SCOPE] == im.SCOPE_CTA:
                     arrive(m, p, st, g, c, bar, now)
@@ -157,7 +176,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                         arrive(m, p, st, g, r * m.slots + c % m.slots, bar, now)
             else:
                 needed = n // row[im.M_STAGES] + 1 - row[im.B_AHEAD]
-                if st.phases[g, c, bar] < needed:
+                if st.barrier[g, c, bar, PHASES] < needed:
                     agent[BLOCKED] = bar
                     agent[NEEDED] = needed
                     agent[SINCE] = now
@@ -176,13 +195,12 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             if trips <= 0:
                 agent[PC] = row[im.L_EXIT]
             else:
-                st.left[g, a, row[im.L_DEPTH]] = trips
+                agent[LEFT + row[im.L_DEPTH]] = trips
                 agent[ITERATION] += 1
                 agent[PC] += 1
         elif kind == im.END_LOOP:
-            left = st.left[g, a, row[im.L_DEPTH]] - 1
-            st.left[g, a, row[im.L_DEPTH]] = left
-            if left > 0:
+            agent[LEFT + row[im.L_DEPTH]] -= 1
+            if agent[LEFT + row[im.L_DEPTH]] > 0:
                 agent[ITERATION] += 1
                 agent[PC] = row[im.L_EXIT]
             else:
@@ -194,7 +212,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             if reason >= 0:
                 spend(m, p, st, g, a, now, nxt, reason, row[im.K_NAME])
             st.scalars[EVENTS] += 1
-            if st.heap_size[g] == 0 or nxt < st.heap_time[g, 0]:
+            if st.group[g, SIZE] == 0 or nxt < st.heap[g, 0, TIME]:
                 now = nxt
             else:
                 push(st, g, nxt, a)
@@ -213,10 +231,9 @@ def _run_group(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, r
             now = st.agent[g, a, PENDING]
             resume = -1
         else:
-            if st.heap_size[g] == 0:
+            if st.group[g, SIZE] == 0:
                 return -1, -1
-            now = st.heap_time[g, 0]
-            a = st.heap_target[g, 0]
+            now, a = st.heap[g, 0, TIME], st.heap[g, 0, TARGET]
             pop(st, g)
             if a < 0:
                 st.scalars[EVENTS] += 1
@@ -234,10 +251,16 @@ def _run_group(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, r
             return -1, -1
 
 
+@inline
+def earlier(st: State, g: int, time: int, other: int) -> bool:
+    """Whether group ``g`` wants its global operation before group ``other``, which wants one at ``time``."""
+    return st.group[g, WANTS_AT] < time or (st.group[g, WANTS_AT] == time and g < other)
+
+
 @entry
 def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
     """The outer agenda: groups by the time of the global operation they want."""
-    times, agents, heap = st.group_time, st.group_agent, st.group_heap
+    heap = st.order
     st.scalars[NEXT_TILE] = m.grid
     for slot in range(m.slots):
         for g in range(m.groups):
@@ -250,41 +273,35 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
             start_cta(m, p, st, g, slot, cluster, 0, when)
     for g in range(m.groups):
         # nothing can happen before the group's first event, so that is when it is looked at
-        if st.heap_size[g] > 0:
-            times[g] = st.heap_time[g, 0]
+        if st.group[g, SIZE] > 0:
+            st.group[g, WANTS_AT] = st.heap[g, 0, TIME]
     # A binary heap of groups keyed (time, group). CTAs start in group order, so it begins sorted.
     size = m.groups
     while size > 0:
         g = heap[0]
-        if times[g] == NEVER:
+        if st.group[g, WANTS_AT] == NEVER:
             return
         # the runner-up: the smaller child of the root
         top, top_g = NEVER, m.groups
         for child in (1, 2):
-            if child < size:
-                other = heap[child]
-                if times[other] < top or (times[other] == top and other < top_g):
-                    top, top_g = times[other], other
-        time, agent = _run_group(m, p, st, ms, g, agents[g], top, top_g)
+            if child < size and earlier(st, heap[child], top, top_g):
+                top, top_g = st.group[heap[child], WANTS_AT], heap[child]
+        time, agent = _run_group(m, p, st, ms, g, st.group[g, WANTS_AGENT], top, top_g)
         if st.scalars[STATUS] != OK:
             return
-        agents[g] = agent
-        times[g] = time if time >= 0 else NEVER
+        st.group[g, WANTS_AT] = time if time >= 0 else NEVER
+        st.group[g, WANTS_AGENT] = agent
         i = 0
         while True:
             child = 2 * i + 1
             if child >= size:
                 break
-            if child + 1 < size:
-                x, y = heap[child], heap[child + 1]
-                if times[y] < times[x] or (times[y] == times[x] and y < x):
-                    child += 1
-            x, y = heap[child], heap[i]
-            if times[x] < times[y] or (times[x] == times[y] and x < y):
-                heap[child], heap[i] = y, x
-                i = child
-            else:
+            if child + 1 < size and earlier(st, heap[child + 1], st.group[heap[child], WANTS_AT], heap[child]):
+                child += 1
+            if not earlier(st, heap[child], st.group[g, WANTS_AT], g):
                 break
+            heap[child], heap[i] = g, heap[child]
+            i = child
 
 
 def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:
@@ -310,7 +327,7 @@ def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | 
                     int(a),
                     int(st.agent[g, a, BLOCKED]),
                     int(st.agent[g, a, NEEDED]),
-                    int(st.phases[g, a // m.agents, max(0, st.agent[g, a, BLOCKED])]),
+                    int(st.barrier[g, a // m.agents, max(0, st.agent[g, a, BLOCKED]), PHASES]),
                     int(st.agent[g, a, SINCE]),
                 )
                 for g, a in stuck

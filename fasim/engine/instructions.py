@@ -9,16 +9,24 @@ from fasim.engine.agenda import push
 from fasim.engine.cache import inline, jit
 from fasim.engine.state import (
     ABSORBED,
+    ALIVE,
+    ARRIVED,
     AS_OF,
     BLOCKED,
+    CLUSTER,
+    COUNTS,
     DONE_AT,
     DRAWN,
+    DRAWS,
     ENDS,
     FREE,
     FULL_UNTIL,
+    INGRESS_FREE,
     ITERATION,
     LAST,
     LOADS_DONE,
+    MMA_ENDS,
+    MMA_UNTIL,
     MMAS,
     NEEDED,
     NEXT_CTA,
@@ -26,6 +34,7 @@ from fasim.engine.state import (
     ON_TILE,
     OWED,
     PC,
+    PHASES,
     R_DEPENDENCY,
     R_FULL,
     R_LAUNCH,
@@ -38,6 +47,8 @@ from fasim.engine.state import (
     SEQUENCE,
     SINCE,
     STORES_DONE,
+    TILES,
+    TMA_FREE,
     WAITS_IN,
     Program,
     State,
@@ -49,27 +60,28 @@ from fasim.run import UNIT_SLICE
 @inline
 def arrive(m: Machine, p: Program, st: State, g: int, c: int, bar: int, now: int) -> None:
     """One arrival at barrier ``bar`` of CTA ``c``; a completed phase wakes its waiters in agent order."""
-    st.arrived[g, c, bar] += 1
-    if st.arrived[g, c, bar] < p.need[bar]:
+    barrier = st.barrier[g, c, bar]
+    barrier[ARRIVED] += 1
+    if barrier[ARRIVED] < p.need[bar]:
         return
-    st.arrived[g, c, bar] = 0
-    st.phases[g, c, bar] += 1
+    barrier[ARRIVED] = 0
+    barrier[PHASES] += 1
     for a in range(c * m.agents, (c + 1) * m.agents):
-        if st.agent[g, a, BLOCKED] == bar and st.agent[g, a, NEEDED] <= st.phases[g, c, bar]:
-            st.agent[g, a, BLOCKED] = FREE
-            push(st, g, now + p.code[st.agent[g, a, WAITS_IN], im.B_WAKE], a)
+        agent = st.agent[g, a]
+        if agent[BLOCKED] == bar and agent[NEEDED] <= barrier[PHASES]:
+            agent[BLOCKED] = FREE
+            push(st, g, now + p.code[agent[WAITS_IN], im.B_WAKE], a)
 
 
 @jit
 def start_cta(m: Machine, p: Program, st: State, g: int, slot: int, cluster: int, now: int, when: int) -> None:
     """Put a cluster's CTAs into ``slot`` of every SM of the group; roles begin at ``when``."""
-    st.cta[g, slot] = cluster
-    st.running[g, slot] = m.cluster * m.agents
-    st.draws[g, slot] = 0
+    st.slot[g, slot, CLUSTER] = cluster
+    st.slot[g, slot, ALIVE] = m.cluster * m.agents
+    st.slot[g, slot, DRAWS] = 0
     for rank in range(m.cluster):
         c = rank * m.slots + slot
-        st.arrived[g, c] = 0
-        st.phases[g, c] = 0
+        st.barrier[g, c] = 0
         for k in range(m.agents):
             a = c * m.agents + k
             agent = st.agent[g, a]
@@ -83,38 +95,46 @@ def start_cta(m: Machine, p: Program, st: State, g: int, slot: int, cluster: int
             agent[BLOCKED] = FREE
             agent[DONE_AT] = RUNNING
             agent[SINCE] = -1
-            st.count[g, a] = 0
             push(st, g, when, a)
+
+
+@inline
+def next_barrier(agent: IntArray, row: IntArray) -> int:
+    """The stage of its barrier that an instruction's turn falls on; counts the turn."""
+    counter = COUNTS + row[im.M_COUNTER]
+    bar = row[im.M_BAR] + agent[counter] % row[im.M_STAGES]
+    agent[counter] += 1
+    return int(bar)
 
 
 @inline
 def settle(m: Machine, st: State, g: int, sm: int, now: int) -> None:
     """Let the running MMA absorb debt since it was last looked at."""
-    debt = st.debt[g, sm]
-    absorbed = ((now - debt[AS_OF]) * debt[ABSORBED]) >> im.FRACTION_SHIFT
-    debt[OWED] = max(-m.mma_credit, debt[OWED] - absorbed)
-    debt[AS_OF] = now
+    unit = st.sm[g, sm]
+    absorbed = ((now - unit[AS_OF]) * unit[ABSORBED]) >> im.FRACTION_SHIFT
+    unit[OWED] = max(-m.mma_credit, unit[OWED] - absorbed)
+    unit[AS_OF] = now
 
 
 @inline
 def work_chunk(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: IntArray, now: int) -> int:
     """One chunk of vector work; returns when the agent can go on."""
     i = row[im.W_DEMAND]
-    beside = 1 if st.mma_until[g, sm] > now else 0
-    free = st.free[g, sm]
+    unit = st.sm[g, sm]
+    beside = 1 if unit[MMA_UNTIL] > now else 0
     demand = p.demand[i, beside]
     end = now
     span = 0
     for pipe in range(demand.shape[0]):
         d = demand[pipe]
         if d > 0:
-            free[pipe] = max(now, free[pipe]) + d
-            end = max(end, free[pipe])
+            unit[pipe] = max(now, unit[pipe]) + d
+            end = max(end, unit[pipe])
             span = max(span, d)
     count(st, row[im.K_ACTIVITY], now, 1)
     if beside == 1 and p.mma_delay[i] > 0:
         settle(m, st, g, sm, now)
-        st.debt[g, sm, OWED] += p.mma_delay[i]
+        unit[OWED] += p.mma_delay[i]
     spend(m, p, st, g, a, now, end - span, R_PIPE, row[im.K_NAME])
     spend(m, p, st, g, a, end - span, end, R_WORK, row[im.K_NAME])
     stall = p.stall[i, beside]
@@ -129,23 +149,23 @@ def issue_mma(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: I
     start = now
     first = 0 if ranks > 1 else sm
     for r in range(first, first + ranks):
-        start = max(start, st.free[g, r, im.P_TENSOR])
+        start = max(start, st.sm[g, r, im.P_TENSOR])
     extra = 0
     for r in range(first, first + ranks):
         settle(m, st, g, r, now)
-        extra = max(extra, st.debt[g, r, OWED])
-        st.debt[g, r, OWED] = min(0, st.debt[g, r, OWED])
-        st.debt[g, r, ABSORBED] = row[im.M_ABSORB]
+        unit = st.sm[g, r]
+        extra = max(extra, unit[OWED])
+        unit[OWED] = min(0, unit[OWED])
+        unit[ABSORBED] = row[im.M_ABSORB]
     end = start + row[im.M_TICKS] + extra
     for r in range(first, first + ranks):
-        st.free[g, r, im.P_TENSOR] = end
-        st.mma_until[g, r] = end
+        st.sm[g, r, im.P_TENSOR] = st.sm[g, r, MMA_UNTIL] = end
         count(st, row[im.K_ACTIVITY], start, 1)
         if st.trace.shape[0] > 0:
             record(m, p, st, g, a, m.agents, start, end, UNIT_SLICE, row[im.K_NAME], a % m.agents, r)
-    k = st.agent[g, a, MMAS]
-    st.ends[g, a, k % ENDS] = end
-    st.agent[g, a, MMAS] = k + 1
+    agent = st.agent[g, a]
+    agent[MMA_ENDS + agent[MMAS] % ENDS] = end
+    agent[MMAS] += 1
 
 
 @jit
@@ -155,13 +175,14 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
     c = a // m.agents
     sm = c // m.slots
     tensor, nbytes, kind = row[im.C_TENSOR], row[im.C_BYTES], row[im.C_KIND]
-    line = p.line_base[tensor] + p.tiles[agent[ROW], row[im.C_COLUMN]] + row[im.C_STEP] * st.address[g, a, tensor]
-    st.address[g, a, tensor] += 1
+    nth = COUNTS + m.counters + tensor
+    line = p.line_base[tensor] + p.tiles[agent[ROW], row[im.C_COLUMN]] + row[im.C_STEP] * agent[nth]
+    agent[nth] += 1
     start = now
     threads = row[im.C_ENGINE] == 1
     if not threads:
-        start = max(now, st.tma_free[g, sm])
-        st.tma_free[g, sm] = start + row[im.C_ISSUE]
+        start = max(now, st.sm[g, sm, TMA_FREE])
+        st.sm[g, sm, TMA_FREE] = start + row[im.C_ISSUE]
     hbm_bytes = ms.scalars[mem.HBM_READ] + ms.scalars[mem.HBM_WRITE]
     done = mem.access(m, ms, start, line, nbytes, kind)
     hbm_bytes = ms.scalars[mem.HBM_READ] + ms.scalars[mem.HBM_WRITE] - hbm_bytes
@@ -179,20 +200,17 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
         first, ranks = 0, m.cluster
         latency += m.multicast_latency
     for r in range(first, first + ranks):
-        st.ingress_free[g, r] = max(start, st.ingress_free[g, r]) + into_sm
-        done = max(done, st.ingress_free[g, r])
+        st.sm[g, r, INGRESS_FREE] = max(start, st.sm[g, r, INGRESS_FREE]) + into_sm
+        done = max(done, st.sm[g, r, INGRESS_FREE])
     done += latency
     if st.trace.shape[0] > 0:
         for r in range(first, first + ranks):
-            busy_from = st.ingress_free[g, r] - into_sm
+            busy_from = st.sm[g, r, INGRESS_FREE] - into_sm
             record(m, p, st, g, a, m.agents + 1, busy_from, busy_from + into_sm, UNIT_SLICE, row[im.K_NAME], a % m.agents, r)  # fmt: skip  # noqa: E501
-    bar = row[im.M_BAR]
-    if bar < 0:
+    if row[im.M_BAR] < 0:
         agent[LOADS_DONE] = max(agent[LOADS_DONE], done)
         return go_on
-    n = st.count[g, a, row[im.M_COUNTER]]
-    st.count[g, a, row[im.M_COUNTER]] = n + 1
-    bar += n % row[im.M_STAGES]
+    bar = next_barrier(agent, row)
     slot = c % m.slots
     for r in range(first, first + ranks):
         push(st, g, done, -1 - ((r * m.slots + slot) * m.barriers + bar))
@@ -206,13 +224,14 @@ def take_tile(m: Machine, p: Program, st: State, g: int, a: int, row: IntArray, 
     c = a // m.agents
     slot = c % m.slots
     j = agent[SEQUENCE]
-    cluster = st.cta[g, slot]
+    drawn = st.slot[g, slot]
+    cluster = drawn[CLUSTER]
     if m.mode == im.SINGLE:
         tile = cluster if j == 0 else m.cluster_tiles
     elif m.mode == im.STATIC:
         tile = cluster + j * m.grid
     else:
-        if j >= st.draws[g, slot]:
+        if j >= drawn[DRAWS]:
             if row[im.T_DRAWS] == 0 or c // m.slots != 0:
                 agent[BLOCKED] = ON_TILE
                 agent[SINCE] = now
@@ -222,15 +241,15 @@ def take_tile(m: Machine, p: Program, st: State, g: int, a: int, row: IntArray, 
             tile = cluster if j == 0 else st.scalars[NEXT_TILE]
             if j > 0:
                 st.scalars[NEXT_TILE] += 1
-            st.drawn[g, slot, j % DRAWN] = tile
-            st.draws[g, slot] = j + 1
+            drawn[TILES + j % DRAWN] = tile
+            drawn[DRAWS] = j + 1
             for rank in range(m.cluster):
                 base = (rank * m.slots + slot) * m.agents
                 for other in range(base, base + m.agents):
                     if st.agent[g, other, BLOCKED] == ON_TILE:
                         st.agent[g, other, BLOCKED] = FREE
                         push(st, g, now + m.named_wake, other)
-        tile = st.drawn[g, slot, j % DRAWN]
+        tile = drawn[TILES + j % DRAWN]
     if tile >= m.cluster_tiles:
         agent[PC] = row[im.T_EXIT]
         agent[ROW] = agent[ITERATION] = -1
@@ -238,7 +257,7 @@ def take_tile(m: Machine, p: Program, st: State, g: int, a: int, row: IntArray, 
         agent[PC] += 1
         agent[ROW] = tile * m.cluster + c // m.slots
         agent[SEQUENCE] = j + 1
-        st.address[g, a] = 0
+        agent[COUNTS + m.counters :] = 0
     return True
 
 
@@ -247,14 +266,14 @@ def end_role(m: Machine, p: Program, st: State, g: int, a: int, now: int) -> Non
     """An agent reached its end; the last one of a cluster frees the slot for the next CTA."""
     st.agent[g, a, DONE_AT] = now
     slot = (a // m.agents) % m.slots
-    st.running[g, slot] -= 1
+    st.slot[g, slot, ALIVE] -= 1
     st.scalars[LAST] = max(st.scalars[LAST], now)
-    if st.running[g, slot] > 0:
+    if st.slot[g, slot, ALIVE] > 0:
         return
     cluster = st.scalars[NEXT_CTA]
     if cluster < m.grid:
         st.scalars[NEXT_CTA] = cluster + 1
         start_cta(m, p, st, g, slot, cluster, now, now + m.turnover)
     else:
-        st.cta[g, slot] = -1
+        st.slot[g, slot, CLUSTER] = -1
         st.scalars[FULL_UNTIL] = min(st.scalars[FULL_UNTIL], now)

@@ -277,7 +277,8 @@ class ReferenceEngine:
             if end + stall > now:
                 self.events += 1
                 yield self.schedule(self.env.event(), agent.group, end + stall - now)
-        yield from self.spend(agent, row[im.W_LATENCY], DEPENDENCY, row)
+        column = im.W_LATENCY_BESIDE if sm.mma_until > self.now else im.W_LATENCY
+        yield from self.spend(agent, row[column], DEPENDENCY, row)
 
     def mma(self, agent: Agent, row: list[int]) -> Wait:
         """Issue a group; a warp blocks at issue while too many of its instructions are in flight."""

@@ -16,6 +16,7 @@ assert len(REASONS) == 10
 
 ENDS = 16  # completion times remembered per agent; at least the depth of the MMA queue
 GROUPS_KEPT = 8  # committed MMA groups remembered per agent
+LOOPS = 4  # nested at most
 DRAWN = 8  # tiles a CTA's roles may be apart
 
 # Columns of State.agent
@@ -23,50 +24,56 @@ DRAWN = 8  # tiles a CTA's roles may be apart
     PC, PROGRESS, ROW, SEQUENCE, MMAS, COMMITS, LOADS_DONE, STORES_DONE,
     BLOCKED, NEEDED, SINCE, REASON, WAITS_IN, DONE_AT, ITERATION, PENDING,
 ) = range(16)  # fmt: skip
-AGENT_FIELDS = 16
+LEFT = 16  # + loop depth: trips left
+MMA_ENDS = LEFT + LOOPS  # + k % ENDS: end of MMA instruction k
+GROUP_ENDS = MMA_ENDS + ENDS  # + k % GROUPS_KEPT: completion of MMA group k
+COUNTS = GROUP_ENDS + GROUPS_KEPT  # + ring counter
+# then, from COUNTS + Machine.counters, the copies of each tensor in this tile
+
 FREE = -1  # BLOCKED: not blocked
 ON_TILE = SCHEDULER  # BLOCKED: waits for the scheduler
 NOT_STARTED = -1  # DONE_AT before the CTA's first start
 RUNNING = -2
 
-# Columns of State.debt: ticks owed (negative: absorbed in advance), as of when, the running MMA's M_ABSORB
-OWED, AS_OF, ABSORBED = range(3)
-DEBT_FIELDS = 3
+# Columns of State.sm: the next free tick of each pipe, then until when the tensor core runs asynchronous
+# MMAs, the delay that the next MMA instruction pays (ticks owed, negative: absorbed in advance; as of
+# when; the running MMA's M_ABSORB), and the next free tick of the TMA and of the way into shared memory.
+MMA_UNTIL, OWED, AS_OF, ABSORBED, TMA_FREE, INGRESS_FREE = range(len(im.PIPES), len(im.PIPES) + 6)
+SM_FIELDS = len(im.PIPES) + 6
+
+# Columns of State.barrier: arrivals in the current phase, completed phases
+ARRIVED, PHASES = range(2)
+
+# Columns of State.slot: the cluster in it (-1: idle), agents not yet at their end, tiles drawn and, at
+# TILES + j % DRAWN, the last of them
+CLUSTER, ALIVE, DRAWS, TILES = range(4)
+
+# Columns of State.heap; the target is an agent or, as -1 - barrier, a barrier
+TIME, SERIAL, TARGET = range(3)
+
+# Columns of State.group: events in its heap, events ever pushed; when and which agent wants a global
+# operation (NEVER: the group is done; agent -1: it has not begun)
+SIZE, PUSHED, WANTS_AT, WANTS_AGENT = range(4)
+NEVER = 2**62
 
 # State.scalars
 NEXT_CTA, NEXT_TILE, EVENTS, FULL_FROM, FULL_UNTIL, TRACED, TRUNCATED, BIN_SHIFT, STATUS, LAST = range(10)
 OK, OVERFLOW = 0, 1
-NEVER = 2**62
 
 
 class State(NamedTuple):
-    """Everything that changes. ``g`` group, ``a`` agent within the group, ``c`` CTA within it."""
+    """Everything that changes, in few arrays: each one costs time to compile and registers to pass.
 
-    agent: Any  # (g, a, AGENT_FIELDS)
-    left: Any  # (g, a, 4) loop trips left
-    count: Any  # (g, a, counters)
-    address: Any  # (g, a, tensors) copies of each tensor in this tile
-    ends: Any  # (g, a, ENDS) end of the last MMA instructions
-    commits: Any  # (g, a, GROUPS_KEPT) completion of the last groups
-    free: Any  # (g, sm, pipes) next free tick
-    mma_until: Any  # (g, sm) the tensor core runs asynchronous MMAs until here
-    debt: Any  # (g, sm, DEBT_FIELDS) delay that the next MMA instruction pays
-    tma_free: Any  # (g, sm)
-    ingress_free: Any
-    arrived: Any  # (g, c, barriers) arrivals of the current phase
-    phases: Any  # (g, c, barriers) completed phases
-    cta: Any  # (g, slot) cluster index, -1 when idle
-    running: Any  # (g, slot) agents not yet at their end
-    drawn: Any  # (g, slot, DRAWN)
-    draws: Any  # (g, slot)
-    heap_time: Any  # (g, capacity)
-    heap_serial: Any
-    heap_target: Any  # agent, or -1 - barrier
-    heap_size: Any  # (g,)
-    serial: Any  # (g,)
-    group_time: Any  # (g,) when the group wants its next global operation
-    group_agent: Any  # (g,) which agent wants it, -1 at the start
-    group_heap: Any  # (g,)
+    ``g`` is a group, ``a`` an agent within it, ``c`` a CTA within it.
+    """
+
+    agent: Any  # (g, a, COUNTS + counters + tensors)
+    sm: Any  # (g, SM of the group, SM_FIELDS)
+    barrier: Any  # (g, c, barriers, 2)
+    slot: Any  # (g, CTA slot, TILES + DRAWN)
+    heap: Any  # (g, capacity, 3) agenda of the group
+    group: Any  # (g, 4)
+    order: Any  # (g,) agenda of groups
     scalars: Any
     bins: Any  # (BINS, activities + 1)
     stalls: Any  # (agents per CTA, reasons)
@@ -100,31 +107,13 @@ def new_state(image: Image, window: TraceWindow) -> State:
         return np.zeros(shape, dtype=np.int64)
 
     st = State(
-        agent=zeros(m.groups, agents, AGENT_FIELDS),
-        left=zeros(m.groups, agents, 4),
-        count=zeros(m.groups, agents, m.counters),
-        address=zeros(m.groups, agents, m.tensors),
-        ends=zeros(m.groups, agents, ENDS),
-        commits=zeros(m.groups, agents, GROUPS_KEPT),
-        free=zeros(m.groups, m.cluster, len(im.PIPES)),
-        mma_until=zeros(m.groups, m.cluster),
-        debt=zeros(m.groups, m.cluster, DEBT_FIELDS),
-        tma_free=zeros(m.groups, m.cluster),
-        ingress_free=zeros(m.groups, m.cluster),
-        arrived=zeros(m.groups, ctas, m.barriers),
-        phases=zeros(m.groups, ctas, m.barriers),
-        cta=zeros(m.groups, m.slots) - 1,
-        running=zeros(m.groups, m.slots),
-        drawn=zeros(m.groups, m.slots, DRAWN),
-        draws=zeros(m.groups, m.slots),
-        heap_time=zeros(m.groups, events),
-        heap_serial=zeros(m.groups, events),
-        heap_target=zeros(m.groups, events),
-        heap_size=zeros(m.groups),
-        serial=zeros(m.groups),
-        group_time=zeros(m.groups) + NEVER,
-        group_agent=zeros(m.groups) - 1,
-        group_heap=np.arange(m.groups, dtype=np.int64),
+        agent=zeros(m.groups, agents, COUNTS + m.counters + m.tensors),
+        sm=zeros(m.groups, m.cluster, SM_FIELDS),
+        barrier=zeros(m.groups, ctas, m.barriers, 2),
+        slot=zeros(m.groups, m.slots, TILES + DRAWN),
+        heap=zeros(m.groups, events, 3),
+        group=zeros(m.groups, 4),
+        order=np.arange(m.groups, dtype=np.int64),
         scalars=zeros(10),
         bins=zeros(im.BINS, len(image.activity) + 1),
         stalls=zeros(m.agents, len(REASONS)),
@@ -132,6 +121,9 @@ def new_state(image: Image, window: TraceWindow) -> State:
         trace_sms=zeros(m.groups * m.cluster),
     )
     st.agent[:, :, DONE_AT] = NOT_STARTED
+    st.slot[:, :, CLUSTER] = -1
+    st.group[:, WANTS_AT] = NEVER
+    st.group[:, WANTS_AGENT] = -1
     st.scalars[FULL_UNTIL] = NEVER
     st.scalars[BIN_SHIFT] = im.FIRST_BIN_SHIFT
     for sm in window.sms:
@@ -143,5 +135,13 @@ def new_state(image: Image, window: TraceWindow) -> State:
 def new_program(image: Image, window: TraceWindow) -> Program:
     """The arrays of ``image``, and the ticks that ``window`` keeps."""
     return Program(
-        image.code, image.demand, image.mma_delay, image.stall, image.entry, image.need, image.tiles, image.line_base, *window.ticks
+        image.code,
+        image.demand,
+        image.mma_delay,
+        image.stall,
+        image.entry,
+        image.need,
+        image.tiles,
+        image.line_base,
+        *window.ticks,
     )

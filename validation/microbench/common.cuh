@@ -46,7 +46,9 @@ class Row {
   }
   template <typename T>
   Row& operator()(const char* key, T value) {
-    if constexpr (std::is_arithmetic_v<T>) {
+    if constexpr (std::is_integral_v<T>) {
+      return put(key, std::to_string(value));
+    } else if constexpr (std::is_floating_point_v<T>) {
       char buffer[32];
       std::snprintf(buffer, sizeof buffer, "%.5g", double(value));
       return put(key, buffer);

@@ -67,15 +67,16 @@ void measure_duty(double mma_alone) {
   }
 }
 
-// FFMA at a rate set by the number of dependent chains: about one instruction per 4.2 cycles, chain and warp.
-template <int N, bool kRs, int kChains>
+// A vector stream at a rate set by its dependent chains: about one instruction per 4.2 cycles, chain and warp.
+template <int N, bool kRs, Op kOp, int kChains>
 void measure_chains(double mma_alone) {
   for (int vector_groups = 1; vector_groups <= 2; ++vector_groups) {
-    Result r = measure<N, kRs, Op::kFfma, kChains>(1, vector_groups, -1);
-    double alone = measure<N, kRs, Op::kFfma, kChains>(0, vector_groups, -1).vector_lanes;
-    Row("corun_chains")("n", N)("operand", kRs ? "rs" : "ss")("chains", kChains)("vector_groups", vector_groups)(
-        "vector_lanes_alone", alone)("mma_cycles_per_instr", r.mma_interval)("mma_alone", mma_alone)(
-        "vector_lanes_per_cycle", r.vector_lanes)("mma_delay_per_vector_instr", delay_per_instr(r, mma_alone));
+    Result r = measure<N, kRs, kOp, kChains>(1, vector_groups, -1);
+    double alone = measure<N, kRs, kOp, kChains>(0, vector_groups, -1).vector_lanes;
+    Row("corun_chains")("n", N)("operand", kRs ? "rs" : "ss")("vector", op_name(kOp))("chains", kChains)(
+        "vector_groups", vector_groups)("vector_lanes_alone", alone)("mma_cycles_per_instr", r.mma_interval)(
+        "mma_alone", mma_alone)("vector_lanes_per_cycle", r.vector_lanes)("mma_delay_per_vector_instr",
+                                                                          delay_per_instr(r, mma_alone));
   }
 }
 
@@ -100,10 +101,14 @@ void measure_width() {
   measure_full<N, kRs, Op::kEx2Ffma1>(alone);
   measure_full<N, kRs, Op::kEx2Ffma2>(alone);
   measure_full<N, kRs, Op::kEx2Ffma4>(alone);
-  measure_chains<N, kRs, 1>(alone);
-  measure_chains<N, kRs, 2>(alone);
-  measure_chains<N, kRs, 3>(alone);
-  measure_chains<N, kRs, 4>(alone);
+  measure_chains<N, kRs, Op::kFfma, 1>(alone);
+  measure_chains<N, kRs, Op::kFfma, 2>(alone);
+  measure_chains<N, kRs, Op::kFfma, 3>(alone);
+  measure_chains<N, kRs, Op::kFfma, 4>(alone);
+  measure_chains<N, kRs, Op::kFadd, 1>(alone);
+  measure_chains<N, kRs, Op::kFadd, 2>(alone);
+  measure_chains<N, kRs, Op::kFadd, 3>(alone);
+  measure_chains<N, kRs, Op::kFadd, 4>(alone);
   measure_duty<N, kRs, Op::kNone>(alone);
   measure_duty<N, kRs, Op::kEx2>(alone);
   measure_duty<N, kRs, Op::kFmnmx>(alone);
@@ -154,9 +159,10 @@ int main() {
          {"vector_lanes_per_cycle", "lanes/cycle/SM"},
          {"mma_delay_per_vector_instr", "cycles"}});
   table("corun_chains",
-        "the same with endless FFMA over few dependent chains in each warp, so at an even, partial rate",
+        "the same with an endless stream over few dependent chains in each warp, so at an even, partial rate",
         {{"n", ""},
          {"operand", ""},
+         {"vector", ""},
          {"chains", ""},
          {"vector_groups", ""},
          {"vector_lanes_alone", "lanes/cycle/SM"},

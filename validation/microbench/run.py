@@ -30,7 +30,7 @@ from wgmma_header import wgmma_header
 SCHEMA_VERSION = 1
 HERE = Path(__file__).resolve().parent
 PROGRAMS = tuple(sorted(path.stem for path in HERE.glob("*.cu")))
-TARGET = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
+TARGET = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-split-compile=0")
 
 
 class UsageError(Exception):

@@ -1,0 +1,128 @@
+"""What must hold for any program: nothing is lost, nothing is faster than its units, more of a unit never hurts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from programs import TOY_MHZ, Plan, everything, kernel, plans, toy_arch
+
+from fasim import image as im
+from fasim.arch import load_arch
+from fasim.engine import compiled
+from fasim.engine.memory import COUNTERS
+from fasim.image import Image, RawResult
+from fasim.lower import lower
+from fasim.problem import Problem
+from fasim.run import REASONS, UNIT_SLICE, Run
+from fasim.simulate import TraceSpec, simulate
+
+#: One bin of the histogram holds what starts in it, so a whole run is what these are summed over.
+SERVERS = ("fma", "alu", "mufu", "lsu", "tensor")
+
+
+def executions(image: Image) -> np.ndarray:
+    """How often each instruction runs in the whole grid, from the code and the tile table alone."""
+    times = np.zeros(len(image.code), dtype=np.int64)
+    for entry in image.entry.tolist():
+        outer = np.ones(1, dtype=np.int64)  # runs of this CTA, or of every work tile, by enclosing loop
+        stack = []
+        for pc in range(entry, len(image.code)):
+            row = image.code[pc]
+            kind = row[im.K_KIND]
+            if kind == im.END:
+                break
+            if kind == im.TILE:
+                stack.append(outer)
+                outer = np.ones(len(image.tiles), dtype=np.int64)
+            elif kind == im.LOOP:
+                stack.append(outer)
+                column = row[im.L_COLUMN]
+                outer = outer * (image.tiles[:, column] if column >= 0 else row[im.L_TRIPS])
+            elif kind in (im.END_LOOP, im.END_TILE):
+                outer = stack.pop()
+            times[pc] = outer.sum()
+    return times
+
+
+def run(plan: Plan, *changes: str) -> tuple[Image, RawResult]:
+    image = lower(plan.build(*changes), TOY_MHZ)
+    return image, compiled.run(image, everything(image))
+
+
+def sms(image: Image) -> int:
+    return image.machine.groups * image.machine.cluster
+
+
+@settings(max_examples=150)
+@given(plans())
+def test_every_instruction_runs_as_often_as_the_tile_table_says(plan: Plan):
+    image, raw = run(plan)
+    expected = np.zeros(len(image.activity), dtype=np.int64)
+    for row, times in zip(image.code, executions(image), strict=True):
+        if row[im.K_KIND] == im.WORK:
+            expected[row[im.K_ACTIVITY]] += times * row[im.W_CHUNKS]
+        elif row[im.K_KIND] == im.MMA:
+            pair = image.machine.cluster if row[im.M_PAIR] else 1  # occupies the tensor cores of the whole cluster
+            expected[row[im.K_ACTIVITY]] += times * row[im.M_COUNT] * pair
+        elif row[im.K_KIND] == im.COPY:
+            expected[row[im.K_ACTIVITY]] += times
+    assert raw.bins[:, :-1].sum(axis=0).tolist() == expected.tolist()
+
+
+@settings(max_examples=150)
+@given(plans())
+def test_never_faster_than_a_unit_at_its_peak(plan: Plan):
+    image, raw = run(plan)
+    busy = raw.bins[:, :-1].sum(axis=0) @ image.activity
+    for unit in SERVERS:
+        assert busy[im.PIPES.index(unit)] <= raw.ticks * sms(image), unit
+    counters = dict(zip(COUNTERS, raw.memory.tolist(), strict=True))
+    loads = sum(
+        int(times) * int(row[im.C_BYTES])
+        for row, times in zip(image.code, executions(image), strict=True)
+        if row[im.K_KIND] == im.COPY and row[im.C_KIND] == im.LOAD
+    )
+    assert counters["l2_read_bytes"] == loads
+    assert counters["hits"] + counters["misses"] > 0
+    assert counters["hbm_read_bytes"] <= loads
+    if not any(step.kind == "gather" for body in (*plan.body, plan.epilogue) for step in body):
+        # every load is waited for, so the memory system cannot still be busy with one at the end
+        for name, rate in (("l2_read_bytes", image.machine.l2_rate), ("hbm_read_bytes", image.machine.hbm_rate)):
+            assert (counters[name] * rate) >> im.RATE_SHIFT <= raw.ticks, name
+
+
+@settings(max_examples=150)
+@given(plans())
+def test_every_tick_of_every_role_has_a_reason(plan: Plan):
+    image, raw = run(plan)
+    m = image.machine
+    homes = min(m.grid, m.groups * m.slots) * m.cluster  # CTA slots that held a CTA
+    assert raw.stalls.sum(axis=1).tolist() == [raw.ticks * homes] * m.agents
+    assert (raw.stalls >= 0).all()
+
+
+@settings(max_examples=100)
+@given(plans())
+def test_slices_of_a_track_tile_the_life_of_a_role(plan: Plan):
+    """Role tracks have no overlap, and no gaps but launch, tail and CTA turnover; unit tracks no overlap."""
+    image, raw = run(plan)
+    agents = image.machine.agents
+    tracks: dict[tuple[int, ...], list[list[int]]] = {}
+    for row in raw.trace.tolist():
+        slot = row[im.T_SLOT] if row[im.T_KIND] != UNIT_SLICE else -1  # units belong to the SM
+        tracks.setdefault((row[im.T_SM], slot, row[im.T_TRACK]), []).append(row)
+    for rows in tracks.values():
+        rows.sort(key=lambda row: row[im.T_START])
+        for one, two in pairwise(rows):
+            assert one[im.T_END] <= two[im.T_START]
+    shown = np.zeros_like(raw.stalls)
+    for row in raw.trace[raw.trace[:, im.T_KIND] != UNIT_SLICE].tolist():
+        shown[row[im.T_TRACK] % agents, row[im.T_KIND]] += row[im.T_END] - row[im.T_START]
+    unseen = [REASONS.index("launch"), REASONS.index("tail")]  # outside a CTA's life
+    assert np.delete(shown, unseen, axis=1).tolist() == np.delete(raw.stalls, unseen, axis=1).tolist()
