@@ -251,6 +251,8 @@ class Sync(_Table):
     """Last arrival to the waiting warp running again."""
     mbarrier_try_cycles: NonNegativeFloat
     """A wait on a phase that is already complete."""
+    remote_arrive_cycles: NonNegativeFloat
+    """An arrival at an mbarrier of another CTA of the cluster."""
     named_barrier_cycles: NonNegativeFloat
     syncthreads_base_cycles: NonNegativeFloat
     syncthreads_per_warp_cycles: NonNegativeFloat

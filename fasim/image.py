@@ -66,6 +66,7 @@ class Machine(NamedTuple):
     ramp: int  # launch to the first CTA
     dispatch: int  # between two CTAs of the distributor
     turnover: int  # end of a CTA to the start of the next in its slot
+    remote_latency: int  # an arrival at a barrier of another CTA of the cluster
     named_wake: int  # waking a role that waits for a drawn tile
     tma_latency: int  # L2 hit, size term apart
     thread_latency: int  # the same for copies issued by threads (cp.async, ld.global)

@@ -361,6 +361,7 @@ def _machine(
         ramp=ticks(arch.launch.ramp_ns * cycles_per_ns),
         dispatch=ticks(arch.launch.cta_dispatch_ns * cycles_per_ns),
         turnover=ticks(arch.launch.cta_turnover_cycles),
+        remote_latency=ticks(sm.sync.remote_arrive_cycles),
         named_wake=ticks(sm.sync.named_barrier_cycles),
         tma_latency=ticks(load_latency),
         thread_latency=ticks(threads),

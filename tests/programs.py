@@ -111,10 +111,10 @@ VARIED = {
     "sm.interference.absorbed_per_cycle": ([0], [0.1]),
     "sm.interference.absorbed_burst_cycles": (0, 7),
     "sm.issue.stall_cycles": (0, 0.24),
-    "l2.capacity_bytes": (4096, 1048576),
-    "launch.ramp_ns": (0, 100),
-    "launch.cta_dispatch_ns": (0, 10),
-    "launch.cta_turnover_cycles": (0, 50),
+    "l2.capacity_bytes": (4096,),
+    "launch.ramp_ns": (0,),
+    "launch.cta_dispatch_ns": (0,),
+    "launch.cta_turnover_cycles": (0,),
 }
 MIXES = (
     {"ffma": 7},
@@ -185,6 +185,7 @@ class Plan:
     epilogue: tuple[Step, ...]
 
     def build(self, *changes: str) -> Kernel:
+        """The kernel on the plan's chip, with further ``changes`` to it."""
         arch = toy_arch(f"chip.sm_count={self.sms * self.cluster}", *self.overrides, *changes)
         trips = np.repeat(np.resize(self.trips, self.tiles), self.cluster)
         k = kernel(
@@ -226,6 +227,8 @@ class Plan:
                     c.release(ring)
             for step in self.epilogue:
                 step.record(c, k)
+            c.wait_mma()  # nothing is left in flight when the role ends
+            c.wait_copies("load")
             c.sync(meet)
             with c.only(-1):
                 c.copy("out", x, 512, "store")
@@ -233,10 +236,12 @@ class Plan:
             with c.only(-1, others=True):
                 c.vector("rest", {"alu": 4})
         if self.issuer:
-            with k.role("issuer", warps=1, registers=24) as i, i.tiles(), i.loop("trips"):
-                for _ in rings:
-                    i.wait_barrier(go, reason="full")
-                    i.mma("umma", m=64, n=64, k=16, count=2, two_cta=pair, bar=commit(done))
+            with k.role("issuer", warps=1, registers=24) as i, i.tiles():
+                with i.loop("trips"):
+                    for _ in rings:
+                        i.wait_barrier(go, reason="full")
+                        i.mma("umma", m=64, n=64, k=16, count=2, two_cta=pair, bar=commit(done))
+                i.wait_mma()
         return k
 
 

@@ -394,14 +394,14 @@ def test_cluster_multicast_fills_and_waits_for_both():
         "100-311 consumer: wait K (full)",  # 105 + 8 HBM each + 8 + 60 + 100 + 20 multicast + 10
         "105-109 producer: load K (issue)",
         "105-109 tma: load K",  # 512 bytes from either CTA into both
-        "109-351 producer: wait K empty (empty)",
+        "109-366 producer: wait K empty (empty)",  # 341 + 15 from the other CTA + 10
         "109-113 tma: load K",
         "311-341 consumer: use (dependency)",
-        "341-489 consumer: wait K (full)",
-        "351-355 producer: load K (issue)",
-        "351-355 tma: load K",
-        "355-359 tma: load K",
-        "489-519 consumer: use (dependency)",
+        "341-504 consumer: wait K (full)",
+        "366-370 producer: load K (issue)",
+        "366-370 tma: load K",
+        "370-374 tma: load K",
+        "504-534 consumer: use (dependency)",
     ]
 
 
@@ -417,7 +417,7 @@ def test_arrive_reaches_the_ctas_of_its_scope(scope, passes):
         r.wait_barrier(bar)
     image = lower(k, TOY_MHZ)
     if passes == (0, 1):
-        assert cycles(k) == 160  # 100 + 50 + 10 to wake
+        assert cycles(k) == 175  # 100 + 50 + 15 to the other CTA + 10 to wake
         return
     with pytest.raises(DeadlockError) as stuck:
         both(k)

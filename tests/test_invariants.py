@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from programs import TOY_MHZ, Plan, everything, kernel, plans, toy_arch
+from programs import TOY_MHZ, Plan, everything, plans
 
 from fasim import image as im
 from fasim.arch import load_arch
@@ -22,8 +24,24 @@ from fasim.problem import Problem
 from fasim.run import REASONS, UNIT_SLICE, Run
 from fasim.simulate import TraceSpec, simulate
 
-#: One bin of the histogram holds what starts in it, so a whole run is what these are summed over.
+#: Units that an engine serves one request at a time; use of the others is only counted.
 SERVERS = ("fma", "alu", "mufu", "lsu", "tensor")
+
+#: More of a resource: a rate doubled, a latency gone.
+MORE = (
+    "sm.mufu.ops_per_cycle=32",
+    "sm.alu.ops_per_cycle=128",
+    "sm.fma.ops_per_cycle=256",
+    "sm.tensor.flops_per_cycle.bf16=8192",
+    "sm.tensor.async_mma.completion_cycles=0",
+    "sm.tensor.async_mma.max_in_flight=8",
+    "sm.tma.latency_cycles=1",
+    "sm.sync.mbarrier_wake_cycles=0",
+    "l2.bytes_per_cycle=512",
+    "l2.capacity_bytes=2097152",
+    "hbm.achieved_bytes_per_second=128e9",
+    "launch.cta_turnover_cycles=0",
+)
 
 
 def executions(image: Image) -> np.ndarray:
@@ -91,10 +109,9 @@ def test_never_faster_than_a_unit_at_its_peak(plan: Plan):
     assert counters["l2_read_bytes"] == loads
     assert counters["hits"] + counters["misses"] > 0
     assert counters["hbm_read_bytes"] <= loads
-    if not any(step.kind == "gather" for body in (*plan.body, plan.epilogue) for step in body):
-        # every load is waited for, so the memory system cannot still be busy with one at the end
-        for name, rate in (("l2_read_bytes", image.machine.l2_rate), ("hbm_read_bytes", image.machine.hbm_rate)):
-            assert (counters[name] * rate) >> im.RATE_SHIFT <= raw.ticks, name
+    # every load is waited for, so the memory system cannot still be busy with one at the end
+    for name, rate in (("l2_read_bytes", image.machine.l2_rate), ("hbm_read_bytes", image.machine.hbm_rate)):
+        assert (counters[name] * rate) >> im.RATE_SHIFT <= raw.ticks, name
 
 
 @settings(max_examples=150)
@@ -126,3 +143,82 @@ def test_slices_of_a_track_tile_the_life_of_a_role(plan: Plan):
         shown[row[im.T_TRACK] % agents, row[im.T_KIND]] += row[im.T_END] - row[im.T_START]
     unseen = [REASONS.index("launch"), REASONS.index("tail")]  # outside a CTA's life
     assert np.delete(shown, unseen, axis=1).tolist() == np.delete(raw.stalls, unseen, axis=1).tolist()
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_more_of_a_resource_never_slows_a_role_that_shares_nothing(plan: Plan):
+    alone = replace(plan, sms=1, cluster=1, ctas=1, consumers=1, multicast=False, issuer="")
+    before = run(alone)[1].ticks
+    for more in MORE:
+        assert run(alone, more)[1].ticks <= before, more
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_more_of_a_resource_can_only_reorder_roles_that_compete(plan: Plan):
+    """Anomalies exist, as on real machines: a role that comes earlier can push another back at a pipe or at HBM.
+
+    In 600 of these random programs the worst of them cost 11 %, and one program in 150 had any for a given resource.
+    """
+    before = run(plan)[1].ticks
+    for more in MORE:
+        assert run(plan, more)[1].ticks <= 1.15 * before, more
+
+
+def small(**options: object) -> Problem:
+    return Problem(**{"batch": 1, "seqlen_q": 1024, "heads_q": 4, "head_dim": 128, **options})  # type: ignore[arg-type]
+
+
+def h200(*overrides: str) -> Run:
+    return simulate("fa3", small(), load_arch("h200", ("chip.sm_count=8", *overrides)), clock_mhz=1500)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "sm.mufu.ops_per_cycle=32",
+        "sm.fma.ops_per_cycle=256",
+        "sm.tensor.flops_per_cycle.bf16=8192",
+        "sm.tensor.async_mma.completion_cycles=0",
+        "sm.tma.latency_cycles=1",
+        "sm.sync.mbarrier_wake_cycles=0",
+        "sm.sync.named_barrier_cycles=0",
+        "l2.bytes_per_cycle=9000",
+        "hbm.achieved_bytes_per_second=9e12",
+    ],
+)
+def test_more_of_a_resource_does_not_slow_fa3(more: str):
+    assert h200(more).cycles <= 1.01 * h200().cycles
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_shares_of_a_run_are_shares(causal: bool):
+    run = simulate("fa3", small(causal=causal), load_arch("h200", ("chip.sm_count=8",)))
+    for role, shares in run.stalls.items():
+        assert tuple(shares) == REASONS, role
+        assert sum(shares.values()) == pytest.approx(100)
+    assert run.utilisation_steady is not None
+    for unit, percent in (*run.utilisation.items(), *run.utilisation_steady.items()):
+        assert 0 <= percent <= 100, unit
+    assert 0 < run.peak_percent <= 100
+
+
+def test_same_input_same_bytes():
+    """In this process, with a trace, and in a new process whose strings hash otherwise."""
+    arguments = ["--arch", "h200", "--batch", "1", "--seqlen", "1024", "--heads", "4", "--causal", "--json", "-"]
+    texts = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "fasim", "run", "fa3", *arguments],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        texts.add(done.stdout)
+    problem, arch = small(causal=True), load_arch("h200")
+    texts.add(simulate("fa3", problem, arch).to_json())
+    texts.add(simulate("fa3", problem, arch, trace=TraceSpec()).to_json())
+    assert len(texts) == 1

@@ -13,7 +13,7 @@ import numpy as np
 from fasim import image as im
 from fasim.engine import memory as mem
 from fasim.engine.account import spend
-from fasim.engine.agenda import pop, push
+from fasim.engine.agenda import earlier, pop, push, runner_up, sink_first
 from fasim.engine.cache import entry, inline
 from fasim.engine.common import NO_TRACE, Blocked, TraceWindow, deadlock, sort_trace
 from fasim.engine.instructions import (
@@ -53,7 +53,6 @@ from fasim.engine.state import (
     OK,
     OVERFLOW,
     PC,
-    PENDING,
     PHASES,
     PROGRESS,
     R_DEPENDENCY,
@@ -82,16 +81,13 @@ from fasim.engine.state import (
 from fasim.errors import ModelError
 from fasim.image import Image, Machine, RawResult
 
-# Outcome of _step()
-PARKED, WANTS_GLOBAL = 0, 1
-
 
 @inline
-def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int, now: int, top: int, top_g: int) -> int:  # fmt: skip  # noqa: E501
-    """Run agent ``a`` from ``now`` until it parks, or until it wants a global operation out of turn.
+def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int, now: int, rival: int) -> bool:  # fmt: skip  # noqa: E501
+    """Run agent ``a`` from ``now`` until it parks or wants a global operation before its group's turn.
 
-    ``(top, top_g)`` is the earliest other group. Returns PARKED, or WANTS_GLOBAL with the time left
-    in the agent's PENDING field.
+    ``rival`` is the group whose turn comes next, itself if there is none. False: it wants a global
+    operation, and the group knows when.
     """
     agent = st.agent[g, a]
     c = a // m.agents
@@ -146,18 +142,18 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                 alone = m.mode != im.DYNAMIC or row[im.T_DRAWS] == 0
             elif kind == im.END:
                 alone = st.slot[g, c % m.slots, ALIVE] > 1
-            if not alone and (now > top or (now == top and g > top_g)):
-                agent[PENDING] = now
-                return WANTS_GLOBAL
+            if not alone and earlier(st, rival, now, g):
+                st.group[g, WANTS_AT], st.group[g, WANTS_AGENT] = now, a
+                return False
             if kind == im.COPY:
                 agent[PC] += 1
                 nxt = issue_copy(m, p, st, ms, g, a, row, now)
             elif kind == im.TILE:
                 if not take_tile(m, p, st, g, a, row, now):
-                    return PARKED
+                    return True
             else:
                 end_role(m, p, st, g, a, now)
-                return PARKED
+                return True
         elif kind == im.WAIT_COPY:
             agent[PC] += 1
             reason = R_MEMORY
@@ -167,13 +163,15 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             n = agent[COUNTS + row[im.M_COUNTER]]
             bar = next_barrier(agent, row)
             if kind == im.ARRIVE:
-                if row[im.B_SCOPE] == im.SCOPE_CTA:
-                    arrive(m, p, st, g, c, bar, now)
-                elif row[im.B_SCOPE] == im.SCOPE_LEADER:
-                    arrive(m, p, st, g, c % m.slots, bar, now)
-                else:
-                    for r in range(m.cluster):
-                        arrive(m, p, st, g, r * m.slots + c % m.slots, bar, now)
+                first, ranks = sm, 1
+                if row[im.B_SCOPE] != im.SCOPE_CTA:
+                    first, ranks = 0, m.cluster if row[im.B_SCOPE] == im.SCOPE_CLUSTER else 1
+                for r in range(first, first + ranks):
+                    other = r * m.slots + c % m.slots
+                    if other == c:
+                        arrive(m, p, st, g, c, bar, now)
+                    else:
+                        push(st, g, now + m.remote_latency, -1 - (other * m.barriers + bar))
             else:
                 needed = n // row[im.M_STAGES] + 1 - row[im.B_AHEAD]
                 if st.barrier[g, c, bar, PHASES] < needed:
@@ -182,7 +180,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                     agent[SINCE] = now
                     agent[REASON] = row[im.B_REASON]
                     agent[WAITS_IN] = agent[PC] - 1
-                    return PARKED
+                    return True
                 nxt = now + row[im.B_TRY]
         elif kind == im.DELAY:
             agent[PC] += 1
@@ -216,51 +214,12 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                 now = nxt
             else:
                 push(st, g, nxt, a)
-                return PARKED
-
-
-@inline
-def _run_group(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, resume: int, top: int, top_g: int) -> tuple[int, int]:  # fmt: skip  # noqa: E501
-    """Run a group until it wants a global operation out of turn: (time, agent), or (-1, -1) at its end.
-
-    ``resume`` is the agent whose global operation is due, -1 at the start.
-    """
-    while True:
-        if resume >= 0:
-            a = resume
-            now = st.agent[g, a, PENDING]
-            resume = -1
-        else:
-            if st.group[g, SIZE] == 0:
-                return -1, -1
-            now, a = st.heap[g, 0, TIME], st.heap[g, 0, TARGET]
-            pop(st, g)
-            if a < 0:
-                st.scalars[EVENTS] += 1
-                c = (-1 - a) // m.barriers
-                arrive(m, p, st, g, c, (-1 - a) % m.barriers, now)
-                continue
-            if st.agent[g, a, SINCE] >= 0:
-                agent = st.agent[g, a]
-                spend(m, p, st, g, a, agent[SINCE], now, agent[REASON], p.code[agent[WAITS_IN], im.K_NAME])
-                agent[SINCE] = -1
-                st.scalars[EVENTS] += 1
-        if _step(m, p, st, ms, g, a, now, top, top_g) == WANTS_GLOBAL:
-            return st.agent[g, a, PENDING], a
-        if st.scalars[STATUS] != OK:
-            return -1, -1
-
-
-@inline
-def earlier(st: State, g: int, time: int, other: int) -> bool:
-    """Whether group ``g`` wants its global operation before group ``other``, which wants one at ``time``."""
-    return st.group[g, WANTS_AT] < time or (st.group[g, WANTS_AT] == time and g < other)
+                return True
 
 
 @entry
 def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
-    """The outer agenda: groups by the time of the global operation they want."""
-    heap = st.order
+    """Run the group whose global operation is due until it wants another, until no group wants any."""
     st.scalars[NEXT_TILE] = m.grid
     for slot in range(m.slots):
         for g in range(m.groups):
@@ -275,33 +234,33 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
         # nothing can happen before the group's first event, so that is when it is looked at
         if st.group[g, SIZE] > 0:
             st.group[g, WANTS_AT] = st.heap[g, 0, TIME]
-    # A binary heap of groups keyed (time, group). CTAs start in group order, so it begins sorted.
-    size = m.groups
-    while size > 0:
-        g = heap[0]
-        if st.group[g, WANTS_AT] == NEVER:
+    while True:
+        g = st.order[0]
+        group = st.group[g]
+        now, a = group[WANTS_AT], group[WANTS_AGENT]
+        if now == NEVER or st.scalars[STATUS] != OK:
             return
-        # the runner-up: the smaller child of the root
-        top, top_g = NEVER, m.groups
-        for child in (1, 2):
-            if child < size and earlier(st, heap[child], top, top_g):
-                top, top_g = st.group[heap[child], WANTS_AT], heap[child]
-        time, agent = _run_group(m, p, st, ms, g, st.group[g, WANTS_AGENT], top, top_g)
-        if st.scalars[STATUS] != OK:
-            return
-        st.group[g, WANTS_AT] = time if time >= 0 else NEVER
-        st.group[g, WANTS_AGENT] = agent
-        i = 0
+        rival = runner_up(st)
         while True:
-            child = 2 * i + 1
-            if child >= size:
+            if a < 0:
+                if group[SIZE] == 0:
+                    group[WANTS_AT] = NEVER
+                    break
+                now, a = st.heap[g, 0, TIME], st.heap[g, 0, TARGET]
+                pop(st, g)
+                if a < 0:
+                    st.scalars[EVENTS] += 1
+                    arrive(m, p, st, g, (-1 - a) // m.barriers, (-1 - a) % m.barriers, now)
+                    continue
+                agent = st.agent[g, a]
+                if agent[SINCE] >= 0:
+                    spend(m, p, st, g, a, agent[SINCE], now, agent[REASON], p.code[agent[WAITS_IN], im.K_NAME])
+                    agent[SINCE] = -1
+                    st.scalars[EVENTS] += 1
+            if not _step(m, p, st, ms, g, a, now, rival) or st.scalars[STATUS] != OK:
                 break
-            if child + 1 < size and earlier(st, heap[child + 1], st.group[heap[child], WANTS_AT], heap[child]):
-                child += 1
-            if not earlier(st, heap[child], st.group[g, WANTS_AT], g):
-                break
-            heap[child], heap[i] = g, heap[child]
-            i = child
+            a = -1
+        sink_first(st)
 
 
 def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:

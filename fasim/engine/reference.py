@@ -394,10 +394,12 @@ class ReferenceEngine:
 
     def arrive_op(self, agent: Agent, row: list[int]) -> None:
         barrier = self.next_barrier(agent, row)
-        ctas = self.slots[agent.group][agent.slot].ctas
-        chosen = {im.SCOPE_CTA: [ctas[agent.sm]], im.SCOPE_LEADER: [ctas[0]], im.SCOPE_CLUSTER: ctas}
-        for cta in chosen[row[im.B_SCOPE]]:
-            self.arrive(cta, barrier)
+        scopes = {im.SCOPE_CTA: (agent.sm,), im.SCOPE_LEADER: (0,), im.SCOPE_CLUSTER: range(self.m.cluster)}
+        for rank in scopes[row[im.B_SCOPE]]:
+            if rank == agent.sm:
+                self.arrive(self.cta_of(agent), barrier)
+            else:
+                self.complete_later(agent, (rank,), barrier, self.now + self.m.remote_latency)
 
     def wait_op(self, agent: Agent, row: list[int]) -> Wait:
         phase = agent.count.get(row[im.M_COUNTER], 0) // row[im.M_STAGES] + 1 - row[im.B_AHEAD]

@@ -22,9 +22,9 @@ DRAWN = 8  # tiles a CTA's roles may be apart
 # Columns of State.agent
 (
     PC, PROGRESS, ROW, SEQUENCE, MMAS, COMMITS, LOADS_DONE, STORES_DONE,
-    BLOCKED, NEEDED, SINCE, REASON, WAITS_IN, DONE_AT, ITERATION, PENDING,
-) = range(16)  # fmt: skip
-LEFT = 16  # + loop depth: trips left
+    BLOCKED, NEEDED, SINCE, REASON, WAITS_IN, DONE_AT, ITERATION,
+) = range(15)  # fmt: skip
+LEFT = 15  # + loop depth: trips left
 MMA_ENDS = LEFT + LOOPS  # + k % ENDS: end of MMA instruction k
 GROUP_ENDS = MMA_ENDS + ENDS  # + k % GROUPS_KEPT: completion of MMA group k
 COUNTS = GROUP_ENDS + GROUPS_KEPT  # + ring counter
