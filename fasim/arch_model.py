@@ -184,7 +184,10 @@ class Interference(_Table):
     mufu_cycles: PositiveFloat
     alu_port_cycles: NonNegativeFloat
     mufu_port_cycles: NonNegativeFloat
-    fma_port_cycles: NonNegativeFloat
+    ffma_port_cycles: NonNegativeFloat
+    """Three-operand instructions of the FMA pipe."""
+    fmul_port_cycles: NonNegativeFloat
+    """Two-operand ones: FMUL, FADD."""
     shuffle_cycles: PositiveFloat
     shuffle_latency_cycles: PositiveFloat
     """Of a dependent shuffle; the MMA has priority at the shared-memory port."""

@@ -142,7 +142,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
                 slowed = max(ii, inter.mufu_cycles * ii / interval(arch, "ex2"))
                 beside[P_PORT] += n * inter.mufu_port_cycles
             elif pipe == P_FMA:
-                beside[P_PORT] += n * inter.fma_port_cycles
+                two_operands = name in ("fmul", "fadd")
+                beside[P_PORT] += n * (inter.fmul_port_cycles if two_operands else inter.ffma_port_cycles)
             elif name == "shfl":
                 slowed = max(ii, inter.shuffle_cycles)
             if name in _DELAY_FIELD:

@@ -1,0 +1,37 @@
+"""The report of a few runs, word for word, so that any change of a prediction is seen and meant.
+
+After a change that is meant (of an arch file, a schedule, the cost model, an engine or the report) write them anew
+and read the difference::
+
+    pytest tests/test_golden_reports.py --regen-all
+    git diff tests/test_golden_reports
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fasim.arch import load_arch
+from fasim.problem import Problem
+from fasim.simulate import simulate
+from fasim.views.report import render_report_text
+
+CASES = {
+    "h100-d128": ("h100", {"head_dim": 128}, {}),
+    "h200-d128-causal": ("h200", {"head_dim": 128, "causal": True}, {}),
+    "h200-d64-gqa": ("h200", {"head_dim": 64, "heads_kv": 2}, {}),
+    "h200-d256": ("h200", {"head_dim": 256}, {}),
+    "h200-d128-serial": ("h200", {"head_dim": 128}, {"pingpong": "off", "overlap": "off"}),
+    "h100-d128-one-stage": ("h100", {"head_dim": 128}, {"stages": 1, "persistent": "off", "cluster": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fa3(case: str, file_regression):
+    chip, shape, knobs = CASES[case]
+    problem = Problem(**{"batch": 2, "seqlen_q": 2048, "heads_q": 8, **shape})
+    arch = load_arch(chip, ("chip.sm_count=32",))
+    text = render_report_text(simulate("fa3", problem, arch, knobs=knobs, clock_mhz=1500))
+    # the digest changes with every comment-free edit of an arch file, the version with every release
+    kept = [line for line in text.splitlines() if "digest" not in line]
+    file_regression.check("\n".join(kept) + "\n", basename=case)
