@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -97,6 +97,15 @@ JsonOption = Annotated[
 EngineOption = Annotated[Literal["compiled", "reference"], typer.Option(help="They agree to the cycle.")]
 
 
+def _announced(engine: str) -> AbstractContextManager[None]:
+    """Where an engine runs: says on stderr that the first run takes longer, if this is one."""
+    if engine != "compiled":
+        return nullcontext()
+    from fasim.engine.cache import on_compile
+
+    return on_compile(lambda: note("compiling the engine, once: about ten seconds"))
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"fasim {__version__}")
@@ -177,15 +186,16 @@ def run(
     }
     given: dict[str, Any] = {key: value for key, value in shape.items() if value is not None}
     traced = timeline or plot is not None or trace is not None
-    result = simulate(
-        load_schedule(schedule),
-        Problem(**given),
-        load_arch(arch, overrides or ()),
-        knobs=knobs,
-        clock_mhz=clock,
-        engine=engine,
-        trace=TraceSpec(sms=sms, cycles=window) if traced else None,
-    )
+    with _announced(engine):
+        result = simulate(
+            load_schedule(schedule),
+            Problem(**given),
+            load_arch(arch, overrides or ()),
+            knobs=knobs,
+            clock_mhz=clock,
+            engine=engine,
+            trace=TraceSpec(sms=sms, cycles=window) if traced else None,
+        )
     out = console_for(stderr=json_path == "-")
     out.print(render_report(result))
     if result.trace is not None and result.trace.truncated:
@@ -232,6 +242,11 @@ def validate(
     from fasim.studies.validate import validate as study
     from fasim.studies.validate_report import render_validation
 
+    if engine == "compiled":
+        from fasim.engine.compiled import prepare
+
+        with _announced(engine):
+            prepare()  # here, so that the processes find it stored
     with progress_bar() as progress:
         bar = progress.add_task("simulating", total=None)
         result = study(

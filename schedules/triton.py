@@ -55,6 +55,10 @@ COLD_CYCLES = 3.7
 #: outside the stretches in which MMAs are issued.
 OVERHEAD = 35.0
 
+#: Cycles per iteration in branches and wgmma fences and waits, as in FlashAttention-3: branch_resolving stalls
+#: of 37, two wgmma waits of 24 to 30 each (Nsight Compute and cycle stamps on an H200).
+LOOP_CYCLES = 90.0
+
 #: Issue slots per wgmma: two descriptor updates on the uniform datapath and two moves. SASS.
 SLOTS_PER_WGMMA = 5.0
 
@@ -281,11 +285,8 @@ def _step(c: Role, cfg: Config, full: dict[str, Barrier], masked: bool, together
     if not cfg.tma:
         _wait_copy(c, cfg, "V", full)
         _barrier(c, cfg, together)
-        _fence(c, cfg)
-    _overhead(c)
+    _overhead(c, cfg)
     _qk(c, cfg)
-    if cfg.warpgroups > 1 and cfg.arch.architecture == "hopper":
-        _barrier(c, cfg, together)
     _softmax(c, cfg, masked)
     if cfg.tma:
         _wait_copy(c, cfg, "V", full)
@@ -335,12 +336,6 @@ def _barrier(c: Role, cfg: Config, together: Barrier) -> None:
         c.delay("barrier", sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * cfg.warps, "barrier")
 
 
-def _fence(c: Role, cfg: Config) -> None:
-    """What ordinary stores and cp.async wrote becomes visible to wgmma: a round trip to shared memory."""
-    if cfg.arch.architecture == "hopper":
-        c.delay("proxy fence", cfg.arch.sm.smem.latency_cycles, "dependency")
-
-
 def _spill(c: Role, cfg: Config) -> None:
     """Registers to local memory, which is the L1's part of shared memory, and back."""
     if cfg.spilled:
@@ -348,8 +343,10 @@ def _spill(c: Role, cfg: Config) -> None:
         c.vector("spill", {"sts": cfg.spilled, "lds": cfg.spilled}, smem_bytes=nbytes, latency={"smem": 1})
 
 
-def _overhead(c: Role) -> None:
+def _overhead(c: Role, cfg: Config) -> None:
     c.vector("loop overhead", {"misc": OVERHEAD})
+    if cfg.arch.architecture == "hopper":
+        c.delay("branch, fences", LOOP_CYCLES)
 
 
 def _qk(c: Role, cfg: Config) -> None:
@@ -449,7 +446,7 @@ def _hopper_specialized(k: Kernel, cfg: Config) -> None:
         for mask in ("full", "masked"):
             with c.loop(mask):
                 c.wait(k_ring)
-                _overhead(c)
+                _overhead(c, cfg)
                 _qk(c, cfg)
                 c.release(k_ring)
                 _softmax(c, cfg, mask == "masked")
@@ -544,7 +541,7 @@ def _blackwell(k: Kernel, cfg: Config) -> None:
                     for tensor in copied:
                         _barrier(c, cfg, together)
                         _prefetch(c, cfg, tensor, full)
-                    _overhead(c)
+                    _overhead(c, cfg)
         c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
         _load_output(c, cfg)
         _store_output(c, cfg, o, together)

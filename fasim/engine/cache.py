@@ -1,8 +1,8 @@
-"""Where Numba keeps the compiled engine: one folder per version of the engine's sources.
+"""How the engine is compiled and where Numba keeps the result: one folder per version of its sources.
 
-Numba only looks at the file that holds a function, so a change in a module the engine inlines would
-go unseen; a digest of all of them in the folder's name rules that out. A folder that cannot be
-written is no error: the engine is then compiled anew in each process.
+Numba only looks at the file that holds a function, so a change in a module that the engine inlines
+would go unseen; a digest of all of them in the folder's name rules that out. Having no folder to
+write to is no error: the engine is then compiled anew in each process.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
 from numba.extending import register_jitable
 
-_SOURCES = (
+#: Every module whose text or constants end up in the machine code.
+SOURCES = (
     "engine/account.py",
     "engine/agenda.py",
     "engine/cache.py",
@@ -34,41 +38,76 @@ def engine_digest() -> str:
     """Digest of the sources and of the Numba version that made the machine code."""
     digest = hashlib.sha256(numba.__version__.encode())
     root = Path(__file__).parents[1]
-    for name in _SOURCES:
+    for name in SOURCES:
         digest.update((root / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _candidates() -> list[Path]:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    user = getattr(os, "getuid", lambda: 0)()
-    return [Path(base) / "fasim", Path(tempfile.gettempdir()) / f"fasim-{user}"]
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The first folder that is the user's own and can be written, None if there is none.
 
-
-def prepare_cache() -> Path | None:
-    """Point Numba at the first writable cache folder, unless NUMBA_CACHE_DIR already says where."""
-    if os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(os.environ["NUMBA_CACHE_DIR"])
-    for folder in _candidates():
+    Looks at ``NUMBA_CACHE_DIR``, at ``XDG_CACHE_HOME`` or ``~/.cache``, and at the system's folder for
+    temporary files. Loading machine code from a folder of somebody else would run his code.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    home = environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folders = [Path(home, "fasim"), Path(tempfile.gettempdir(), f"fasim-{user}")]
+    if "NUMBA_CACHE_DIR" in environment:
+        folders.insert(0, Path(environment["NUMBA_CACHE_DIR"], "fasim"))
+    for folder in folders:
         target = folder / engine_digest()
         try:
             target.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=target):
-                pass
+            if folder.stat().st_uid != user:
+                continue
+            tempfile.TemporaryFile(dir=target).close()
         except OSError:
             continue
-        numba.config.CACHE_DIR = str(target)  # type: ignore[attr-defined]
         return target
     return None
 
 
-prepare_cache()
 # Without the reference-counting runtime: nothing in the engine allocates, and counting references to
 # its state arrays at every call costs ten times the work itself.
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
-# Only the entry is stored and can be called from Python. What it calls is compiled for it alone, which
+# Only the entry can be called from Python and is stored. What it calls is compiled for it alone, which
 # halves the time to compile: no wrappers, and no copies for arguments that happen to be constants.
 _PART: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-entry = numba.njit(cache=True, **_OPTIONS)
 jit = register_jitable(**_PART)
 inline = register_jitable(forceinline=True, **_PART)
+
+
+def entry(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile ``function`` on its first call, or load it from the cache folder."""
+    folder = cache_folder()
+    if folder is None:
+        return numba.njit(**_OPTIONS)(function)
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+    try:
+        return numba.njit(cache=True, **_OPTIONS)(function)
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+
+class _Compiling(event.Listener):
+    """Calls ``tell`` when Numba starts on a function of the engine, the first time only."""
+
+    def __init__(self, tell: Callable[[], None]):
+        self.tell: Callable[[], None] | None = tell
+
+    def on_start(self, started: event.Event) -> None:
+        tell, function = self.tell, started.data["dispatcher"].py_func
+        if tell is not None and function.__module__.startswith("fasim.engine."):
+            self.tell = None
+            tell()
+
+    def on_end(self, ended: event.Event) -> None:
+        pass
+
+
+@contextmanager
+def on_compile(tell: Callable[[], None]) -> Iterator[None]:
+    """Call ``tell``, once, if the engine is not stored yet and has to be compiled in this context."""
+    with event.install_listener("numba:compile", _Compiling(tell)):  # type: ignore[no-untyped-call]
+        yield

@@ -263,6 +263,14 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
         sink_first(st)
 
 
+def prepare() -> None:
+    """Compile the engine, or load it, by running an empty grid."""
+    machine = Machine(*(1 for _ in Machine._fields))._replace(grid=0)
+    flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
+    nothing = Image(machine, table, cube, flat, table, table, flat, flat, table, flat, 0, (), (), (), (), ())
+    run(nothing)
+
+
 def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:
     """Execute ``image``; records the trace that ``window`` selects. ``memory`` None: an empty L2.
 

@@ -1,0 +1,194 @@
+"""Make the figures and tables of README and docs: ``python docs/make.py`` (about two minutes).
+
+Writes docs/img/*.png and docs/accuracy.md, and replaces what stands between the marks
+``<!-- accuracy -->`` in README.md. Nothing in there is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from pathlib import Path
+
+from fasim.arch import load_arch
+from fasim.problem import Problem
+from fasim.simulate import TraceSpec, simulate
+from fasim.studies.validate import validate
+from fasim.studies.validation import Summary, Validation
+from fasim.views.plot import plot_timeline
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "validation" / "data"
+
+#: Counter columns of h200_counters.csv by unit.
+COUNTERS = {
+    "tensor": "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "mufu": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "fma": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+    "alu": "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
+    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+}
+
+#: Shapes that shuffle_latency_cycles in arch_models/h100.toml was fitted on (all else is held out).
+FITTED_SEQLENS = ("1024", "4096")
+
+
+def pictures() -> None:
+    """Ping-pong against serial: the README picture."""
+    arch, problem = load_arch("h100"), Problem(batch=4, seqlen_q=4096, heads_q=16, head_dim=128)
+    runs = []
+    for label, knobs in (
+        ("ping-pong", {"overlap": "off", "pingpong": "on"}),
+        ("serial", {"overlap": "off", "pingpong": "off"}),
+    ):
+        run = simulate("fa3", problem, arch, knobs=knobs, trace=TraceSpec(sms=(0,), cycles=(0, 80_000)))
+        runs.append((f"{label}: {run.tflops:.0f} TFLOP/s", run))
+    plot_timeline(runs, ROOT / "docs" / "img" / "pingpong.png")
+
+
+def percent(value: float) -> str:
+    """A fraction as signed per cent."""
+    return f"{100 * value:+.1f}"
+
+
+def summary_row(name: str, summary: Summary) -> str:
+    """A line of a table of errors."""
+    return f"| {name} | {summary.n} | {100 * summary.mape:.1f} | {100 * summary.max:.1f} | {percent(summary.bias)} |"
+
+
+HEAD = "| | rows | MAPE % | max % | bias % |\n|---|---|---|---|---|"
+
+
+def overview(result: Validation) -> str:
+    """The README's table: kernels of 30 us and more, by kernel, data type and head dim."""
+    lines = [HEAD]
+    keys = dict.fromkeys((r.columns["kernel"], r.columns["dtype"]) for r in result.rows if r.error is not None)
+    for kernel, dtype in keys:
+        rows = [r for r in result.rows if (r.columns["kernel"], r.columns["dtype"]) == (kernel, dtype) and not r.short]
+        if (total := Summary.of(rows)) is None:
+            continue
+        lines.append(summary_row(f"**{kernel} {dtype}**", total))
+        for d in sorted({int(r.columns["head_dim"]) for r in rows}):
+            if part := Summary.of(r for r in rows if int(r.columns["head_dim"]) == d):
+                lines.append(summary_row(f"{kernel} {dtype} d{d}", part))
+    return "\n".join(lines)
+
+
+def held_out(result: Validation) -> str:
+    """FA3 BF16 rows that the one fitted parameter has seen, and those it has not."""
+    rows = [r for r in result.rows if (r.columns["kernel"], r.columns["dtype"]) == ("fa3", "bf16") and not r.short]
+    lines = [HEAD]
+    for name, seen in (("fitted on (standard shapes, 1k and 4k tokens)", True), ("held out", False)):
+        part = [r for r in rows if (r.columns["seqlen_q"] in FITTED_SEQLENS and r.columns["set"] == "standard") == seen]
+        if summary := Summary.of(part):
+            lines.append(summary_row(name, summary))
+    return "\n".join(lines)
+
+
+def rows_table(result: Validation) -> str:
+    """Every predicted row with its error, and every row without a prediction with the reason."""
+    lines = ["| kernel | dtype | shape | measured cycles | predicted | error % |", "|---|---|---|---|---|---|"]
+    for row in result.rows:
+        c = row.columns
+        shape = f"B{c['batch']} S{c['seqlen_q']}x{c['seqlen_k']} H{c['heads_q']}/{c['heads_kv']} d{c['head_dim']}"
+        shape += " causal" if c["causal"] == "1" else ""
+        if row.error is None:
+            lines.append(f"| {c['kernel']} | {c['dtype']} | {shape} | {c['cycles']} | {row.reason} | |")
+        else:
+            cells = f"{row.measured_cycles:.0f} | {row.predicted_cycles:.0f} | {percent(row.error)}"
+            lines.append(f"| {c['kernel']} | {c['dtype']} | {shape} | {cells} |")
+    return "\n".join(lines)
+
+
+def effects_table(result: Validation) -> str:
+    """Every FA3 ablation: what one changed switch costs, measured and predicted."""
+    lines = ["| variant | tokens | measured % | predicted % |", "|---|---|---|---|"]
+    effects = result.effects or ()
+    for effect in effects:
+        cells = f"{percent(effect.measured)} | {percent(effect.predicted)}"
+        lines.append(f"| {effect.variant} | {effect.row.columns['seqlen_q']} | {cells} |")
+    mean = sum(abs(e.predicted - e.measured) for e in effects) / len(effects)
+    large = [e for e in effects if abs(e.measured) > 0.03]
+    right = sum(e.sign_right for e in large)
+    lines.append("")
+    lines.append(
+        f"Mean absolute error of the effects: {100 * mean:.1f} points. "
+        f"Sign right in {right} of {len(large)} effects above 3 %."
+    )
+    return "\n".join(lines)
+
+
+def counters_table() -> str:
+    """Utilisation and traffic of whole launches against Nsight Compute."""
+    arch = load_arch("h200")
+    lines = ["| launch | " + " | ".join(COUNTERS) + " | L2 read MB | HBM read MB |", "|---|" + "---|" * (len(COUNTERS) + 2)]
+    with (DATA / "h200_counters.csv").open() as file:
+        for c in csv.DictReader(file):
+            if c["kernel"] != "fa3" or c["dtype"] != "bf16" or "FlashAttnFwd" not in c["kernel_name"]:
+                continue
+            sizes = [int(c[k]) for k in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim")]
+            problem = Problem(*sizes, causal=c["causal"] == "1", dtype=c["dtype"])
+            run = simulate("fa3", problem, arch)
+            cells = [f"{run.utilisation[u]:.1f} ({float(c[column]):.1f})" for u, column in COUNTERS.items()]
+            l2 = float(c["lts__t_sectors_op_read.sum"]) * 32 / 1e6
+            hbm = float(c["dram__bytes_read.sum"]) / 1e6
+            cells.append(f"{run.traffic['l2_read_bytes'] / 1e6:.0f} ({l2:.0f})")
+            cells.append(f"{run.traffic['hbm_read_bytes'] / 1e6:.0f} ({hbm:.0f})")
+            lines.append(f"| fa3 {problem.describe()} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def accuracy() -> None:
+    """docs/accuracy.md and the README's table."""
+    timing = validate(DATA / "h200_timing.csv")
+    ablations = validate(DATA / "h200_fa3_ablations.csv", effects=True)
+    text = f"""# Accuracy
+
+Made by `python docs/make.py`; do not edit. Measured on one NVIDIA H200 SXM (`validation/data/README.md`), in SM
+cycles at the SM clock measured in the same interval. One arch file, no factor per shape. Error is predicted / measured - 1.
+Known differences and their causes: `validation/DEVIATIONS.md`.
+
+## Kernels of 30 us and more
+
+{overview(timing)}
+
+## Fitted and held out
+
+Every number of the machine model comes from a data sheet or a microbenchmark except `shuffle_latency_cycles` beside
+wgmma in `arch_models/h100.toml`, which was fitted by hand on FA3 BF16.
+
+{held_out(timing)}
+
+## FA3 with one switch changed
+
+{effects_table(ablations)}
+
+## Utilisation: simulated (Nsight Compute)
+
+{counters_table()}
+
+## Every row
+
+{rows_table(timing)}
+"""
+    (ROOT / "docs" / "accuracy.md").write_text(text)
+    readme = ROOT / "README.md"
+    marked = re.sub(
+        r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)",
+        lambda match: f"{match[1]}\n{overview(timing)}\n\n{match[2]}",
+        readme.read_text(),
+        flags=re.DOTALL,
+    )
+    readme.write_text(marked)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["pictures", "accuracy"], help="default: all")
+    wanted = parser.parse_args().what or ["pictures", "accuracy"]
+    if "pictures" in wanted:
+        (ROOT / "docs" / "img").mkdir(exist_ok=True)
+        pictures()
+    if "accuracy" in wanted:
+        accuracy()
