@@ -122,7 +122,8 @@ def effects_table(result: Validation) -> str:
 def counters_table() -> str:
     """Utilisation and traffic of whole launches against Nsight Compute."""
     arch = load_arch("h200")
-    lines = ["| launch | " + " | ".join(COUNTERS) + " | L2 read MB | HBM read MB |", "|---|" + "---|" * (len(COUNTERS) + 2)]
+    units = [*COUNTERS, "L2 read MB", "HBM read MB"]
+    lines = ["| launch | " + " | ".join(units) + " |", "|---|" + "---|" * len(units)]
     with (DATA / "h200_counters.csv").open() as file:
         for c in csv.DictReader(file):
             if c["kernel"] != "fa3" or c["dtype"] != "bf16" or "FlashAttnFwd" not in c["kernel_name"]:
@@ -146,7 +147,8 @@ def accuracy() -> None:
     text = f"""# Accuracy
 
 Made by `python docs/make.py`; do not edit. Measured on one NVIDIA H200 SXM (`validation/data/README.md`), in SM
-cycles at the SM clock measured in the same interval. One arch file, no factor per shape. Error is predicted / measured - 1.
+cycles at the SM clock measured in the same interval. One arch file, no factor per shape.
+Error is predicted / measured - 1.
 Known differences and their causes: `validation/DEVIATIONS.md`.
 
 ## Kernels of 30 us and more

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -29,6 +27,28 @@ from fasim.console import (
     write_text,
 )
 from fasim.errors import FasimError, ToleranceError
+from fasim.options import (
+    ArchOption,
+    Batch,
+    Causal,
+    ClockOption,
+    Direction,
+    Dtype,
+    EngineOption,
+    HeadDim,
+    HeadDimV,
+    Heads,
+    JsonOption,
+    KnobOption,
+    KvHeads,
+    ScheduleArgument,
+    Seqlen,
+    SeqlenK,
+    SetOption,
+    announced,
+    complete_schedule,
+    make_problem,
+)
 
 #: Runnable examples, the last lines of each command's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -63,49 +83,6 @@ app.add_typer(list_app, name="list")
 app.add_typer(arch_app, name="arch")
 
 
-def _complete(load: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    def complete(incomplete: str) -> list[str]:
-        with suppress(FasimError):
-            return [name for name in load() if name.startswith(incomplete)]
-        return []
-
-    return complete
-
-
-def _archs() -> Iterable[str]:
-    from fasim.arch import list_archs
-
-    return list_archs()
-
-
-def _schedules() -> Iterable[str]:
-    from fasim.library import list_schedules
-
-    return list_schedules()
-
-
-ArchOption = Annotated[
-    str, typer.Option("--arch", "-a", help="Architecture: a name or a .toml file.", autocompletion=_complete(_archs))
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a number of the architecture (repeatable)."),
-]
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.")
-]
-EngineOption = Annotated[Literal["compiled", "reference"], typer.Option(help="They agree to the cycle.")]
-
-
-def _announced(engine: str) -> AbstractContextManager[None]:
-    """Where an engine runs: says on stderr that the first run takes longer, if this is one."""
-    if engine != "compiled":
-        return nullcontext()
-    from fasim.engine.cache import on_compile
-
-    return on_compile(lambda: note("compiling the engine, once: about ten seconds"))
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"fasim {__version__}")
@@ -123,27 +100,20 @@ def _root(
 
 @app.command(epilog=_examples("run"))
 def run(
-    schedule: Annotated[
-        str,
-        typer.Argument(metavar="SCHEDULE", help="A name or a .py file.", autocompletion=_complete(_schedules)),
-    ],
+    schedule: ScheduleArgument,
     arch: ArchOption,
-    direction: Annotated[str | None, typer.Option(help="fwd or bwd.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences.")] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Query tokens per sequence.")] = None,
-    seqlen_k: Annotated[int | None, typer.Option(help="Key tokens; as many as queries unless given.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads unless given.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Head dimension of Q and K.")] = None,
-    head_dim_v: Annotated[int | None, typer.Option(help="Head dimension of V; that of Q unless given.")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Mask the future.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp8 or fp4.")] = None,
-    clock: Annotated[
-        float | None, typer.Option(metavar="MHZ", help="SM clock; the architecture's sustained clock unless given.")
-    ] = None,
-    knob: Annotated[
-        list[str] | None, typer.Option(metavar="KNOB=VALUE", help="Set a knob of the schedule (repeatable).")
-    ] = None,
+    direction: Direction = None,
+    batch: Batch = None,
+    seqlen: Seqlen = None,
+    seqlen_k: SeqlenK = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    causal: Causal = None,
+    dtype: Dtype = None,
+    clock: ClockOption = None,
+    knob: KnobOption = None,
     overrides: SetOption = None,
     engine: EngineOption = "compiled",
     json_path: JsonOption = None,
@@ -168,28 +138,26 @@ def run(
 
     from fasim.arch import load_arch
     from fasim.library import load_schedule
-    from fasim.problem import Problem
     from fasim.simulate import TraceSpec, simulate
     from fasim.views.report import render_report
 
-    shape = {
-        "direction": direction,
-        "batch": batch,
-        "seqlen_q": seqlen,
-        "seqlen_k": seqlen_k,
-        "heads_q": heads,
-        "heads_kv": kv_heads,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "causal": causal,
-        "dtype": dtype,
-    }
-    given: dict[str, Any] = {key: value for key, value in shape.items() if value is not None}
+    problem = make_problem(
+        direction=direction,
+        batch=batch,
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        dtype=dtype,
+    )
     traced = timeline or plot is not None or trace is not None
-    with _announced(engine):
+    with announced(engine):
         result = simulate(
             load_schedule(schedule),
-            Problem(**given),
+            problem,
             load_arch(arch, overrides or ()),
             knobs=knobs,
             clock_mhz=clock,
@@ -245,7 +213,7 @@ def validate(
     if engine == "compiled":
         from fasim.engine.compiled import prepare
 
-        with _announced(engine):
+        with announced(engine):
             prepare()  # here, so that the processes find it stored
     with progress_bar() as progress:
         bar = progress.add_task("simulating", total=None)
@@ -294,7 +262,7 @@ def list_knobs(
     schedule: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=_complete(_schedules)
+            metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=complete_schedule
         ),
     ] = None,
 ) -> None:

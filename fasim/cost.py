@@ -41,6 +41,8 @@ _DELAY_FIELD = {
     "f2fp": "alu_delay_cycles",
     "alu": "alu_delay_cycles",
 }
+#: FLOP of one mma.sync m16n8k16.
+MMA_SYNC_FLOPS = 2 * 16 * 8 * 16
 _PIPE_INDEX = {"issue": P_ISSUE, "fma": P_FMA, "alu": P_ALU, "mufu": P_MUFU, "lsu": P_LSU}
 
 
@@ -106,12 +108,15 @@ def result_latency(arch: Arch, kind: str) -> float:
     return float(table[kind])
 
 
-def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> VectorDemand:
+def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync: bool = False) -> VectorDemand:
     """Demand of ``op`` executed by ``warps`` warps spread evenly over the sub-cores.
 
     ``mma_share`` in [0, 1) is the part of the shared-memory port that the kernel's MMAs take while
     they run; ld/st and fills get the rest (measured: TMA fill slows by a quarter beside wgmma,
     wgmma by a twentieth, so the MMA has priority).
+
+    ``mma_sync``: the kernel has synchronous tensor instructions. FMA, ALU and MUFU instructions stop
+    those of any warp on the sub-core, so all of them share the operand port with the MMAs.
     """
     sm = arch.sm
     width = (op.warps or warps) / sm.sub_cores  # warp instructions per sub-core; < 1 leaves sub-cores idle
@@ -149,15 +154,16 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float) -> Vecto
             if name in _DELAY_FIELD:
                 delay += n * getattr(inter, _DELAY_FIELD[name])
         beside[pipe] += n * slowed
-        if op.mma_sync_flops and pipe in (P_FMA, P_ALU, P_MUFU):
+        if (mma_sync or op.mma_sync_flops) and pipe in (P_FMA, P_ALU, P_MUFU):
             stop = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}[pipe]
             alone[P_PORT] += n * stop
             beside[P_PORT] += n * stop
     if op.mma_sync_flops:
         mma = op.mma_sync_flops / sm.tensor.mma_sync_flops_per_cycle
+        held = max(mma, op.mma_sync_flops / (MMA_SYNC_FLOPS * sm.sub_cores) * (sync.mma_cycles or 0.0))
         for state in (alone, beside):
             state[P_TENSOR] += mma
-            state[P_PORT] += mma
+            state[P_PORT] += held
     alone[P_SMEM] = op.smem_bytes / sm.smem.bytes_per_cycle
     beside[P_SMEM] = alone[P_SMEM] / (1.0 - mma_share)
     if op.tmem_load_bytes or op.tmem_store_bytes:

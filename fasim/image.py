@@ -124,8 +124,8 @@ class RawResult:
     """What an engine returns; integers only, so that two engines can be compared exactly.
 
     ``bins[k, i]``: occurrences of activity ``i`` that start in time bin ``k`` of width
-    ``2**bin_shift`` ticks, summed over SMs; the last column is ticks of HBM. ``stalls[a, r]``: ticks agent ``a`` spent in
-    reason ``r``, summed over its instances in the grid. ``memory``: see ``engine.memory.COUNTERS``.
+    ``2**bin_shift`` ticks, summed over SMs; the last column is ticks of HBM. ``stalls[a, r]``: ticks agent ``a`` spent
+    in reason ``r``, summed over its instances in the grid. ``memory``: see ``engine.memory.COUNTERS``.
     ``trace[n, TRACE_COLUMNS]``, sorted.
     """
 

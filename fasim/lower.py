@@ -67,10 +67,10 @@ class _Tables:
 class _AgentEmitter:
     """Emits the code of one role instance."""
 
-    def __init__(self, kernel: Kernel, role: Role, instance: int, tables: _Tables, port_share: float):
+    def __init__(self, kernel: Kernel, role: Role, instance: int, tables: _Tables, port_share: float, mma_sync: bool):
         self.kernel, self.role, self.instance, self.tables = kernel, role, instance, tables
         self.arch = kernel.arch
-        self.port_share = port_share
+        self.port_share, self.mma_sync = port_share, mma_sync
         self.counters: dict[str, int] = {}
         self.columns = {name: i for i, name in enumerate(kernel.tiles)}
         self.tensor_index = {tensor.name: i for i, tensor in enumerate(kernel.tensors)}
@@ -158,7 +158,7 @@ class _AgentEmitter:
             raise TypeError(f"cannot lower {type(op).__name__}")
 
     def vector(self, op: Vector) -> None:
-        total = vector_demand(op, self.arch, self.role.warps, self.port_share)
+        total = vector_demand(op, self.arch, self.role.warps, self.port_share, self.mma_sync)
         chunks = chunk_count(total.span, CHUNK_CYCLES)
         part = VectorDemand(
             np.rint(total.alone / chunks).astype(np.int64),
@@ -222,14 +222,13 @@ class _AgentEmitter:
             (im.C_ENGINE, int(op.engine == "threads")),
         ):
             self.set(pc, column, value)
-        into_sm = sm.tma.bytes_per_cycle if sm.tma else sm.smem.bytes_per_cycle
         l2 = self.arch.atomics.reduce_bytes_per_cycle if op.kind == "reduce" else self.arch.l2.bytes_per_cycle
         copies = self.kernel.cluster if op.multicast else 1
-        self.tables.activity[pc] = {
-            im.P_SMEM: copies * op.bytes / sm.smem.bytes_per_cycle * im.TICKS,
-            im.U_TMA: copies * op.bytes / into_sm * im.TICKS,
-            im.U_L2: op.bytes / l2 * im.TICKS,
-        }
+        units = {im.U_L2: op.bytes / l2 * im.TICKS}
+        if op.engine == "tma" and sm.tma is not None:  # threads: the schedule has the port in its vector work
+            units[im.P_SMEM] = copies * op.bytes / sm.smem.bytes_per_cycle * im.TICKS
+            units[im.U_TMA] = copies * op.bytes / sm.tma.bytes_per_cycle * im.TICKS
+        self.tables.activity[pc] = units
         self.barrier(pc, op.bar)
 
     def loop(self, op: Loop, depth: int) -> None:
@@ -276,7 +275,9 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
     """
     verify(kernel)
     slots = ctas_per_sm(kernel)
-    mmas = [op for role in kernel.roles for op in walk(role.body) if isinstance(op, Mma)]
+    ops = [op for role in kernel.roles for op in walk(role.body)]
+    mmas = [op for op in ops if isinstance(op, Mma)]
+    mma_sync = any(isinstance(op, Vector) and op.mma_sync_flops > 0 for op in ops)
     share = mma_port_share(mmas, kernel.arch)
     tables = _Tables()
     entry: list[int] = []
@@ -286,7 +287,7 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
     for role in kernel.roles:
         for instance in range(role.count):
             entry.append(len(tables.code))
-            emitter = _AgentEmitter(kernel, role, instance, tables, share)
+            emitter = _AgentEmitter(kernel, role, instance, tables, share, mma_sync)
             emitter.body(role.body)
             emitter.emit(im.END, "end")
             counters = max(counters, len(emitter.counters))
@@ -341,7 +342,7 @@ def _machine(
     persistent = kernel.mode != "single"
 
     def rate(bytes_per_cycle: float) -> int:
-        return int(round(im.TICKS * 2**im.RATE_SHIFT / bytes_per_cycle))
+        return round(float(im.TICKS * 2**im.RATE_SHIFT / bytes_per_cycle))
 
     cycles_per_ns = clock_mhz / 1000.0
     tma = sm.tma

@@ -56,7 +56,8 @@ def verify(kernel: Kernel) -> None:
     for name, (role, op) in waits.items():
         if name not in arrivals:
             raise ModelError(
-                f"{kernel.name}: role '{role.name}', operation '{op.label}': waits for '{name}', at which nothing arrives"
+                f"{kernel.name}: role '{role.name}', operation '{op.label}': "
+                f"waits for '{name}', at which nothing arrives"
             )
 
 
@@ -65,8 +66,8 @@ def _budgets(kernel: Kernel) -> None:
     if kernel.smem_bytes > sm.smem.max_cta_bytes:
         parts = ", ".join(f"{b.name} {b.stages} x {b.bytes}" for b in kernel.buffers if b.aliases is None)
         raise BudgetError(
-            f"{kernel.name} on {arch.name}: shared memory {kernel.smem_bytes} B exceeds {sm.smem.max_cta_bytes} B per CTA "
-            f"({parts}); use a smaller tile or fewer stages"
+            f"{kernel.name} on {arch.name}: shared memory {kernel.smem_bytes} B exceeds {sm.smem.max_cta_bytes} B "
+            f"per CTA ({parts}); use a smaller tile or fewer stages"
         )
     for role in kernel.roles:
         if role.registers > sm.max_registers_per_thread + 1:

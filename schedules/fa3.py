@@ -87,6 +87,7 @@ class Config:
 
     @property
     def exps(self) -> float:
+        """Exponentials per thread and iteration."""
         return self.elements if self.exp else 0.0
 
 
@@ -314,8 +315,8 @@ def _check_registers(cfg: Config, arch: Arch) -> None:
     limit = REGISTERS[cfg.warpgroups][1]
     if needed > limit:
         raise BudgetError(
-            f"fa3 on {arch.name}: a consumer needs {needed:.0f} registers per thread for S {cfg.n // 2}, O {cfg.dv // 2}"
-            f"{f', P {cfg.n // 4}' if cfg.in_registers else ''}; it has {limit}: use a smaller tile_n"
+            f"fa3 on {arch.name}: a consumer needs {needed:.0f} registers per thread for S {cfg.n // 2}, "
+            f"O {cfg.dv // 2}{f', P {cfg.n // 4}' if cfg.in_registers else ''}; it has {limit}: use a smaller tile_n"
         )
 
 

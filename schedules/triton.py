@@ -174,7 +174,7 @@ def triton(
     cfg = Config(arch, m, n, d, dv, depth, width, problem.bits // 8, specialized, tma)
     _check(cfg)
 
-    knobs = dict(tile_m=m, tile_n=n, stages=depth, warps=width, warp_specialize=specialized)
+    knobs: dict[str, object] = dict(tile_m=m, tile_n=n, stages=depth, warps=width, warp_specialize=specialized)
     knobs |= dict(copies="tma" if tma else "threads", longest_first=longest_first)
     k = Kernel("triton", problem, arch, knobs)
     _grid(k, cfg, longest_first)
@@ -258,9 +258,8 @@ def _pipelined(k: Kernel, cfg: Config) -> None:
     for tensor in (key, value):
         k.smem(tensor.name, tensor.line_bytes, buffers)
         full[tensor.name] = k.barrier(f"{tensor.name}.full", 1, buffers)
-    together = k.barrier("together", cfg.warpgroups, named=True)
-    with k.role("program", warpgroups=cfg.warpgroups, registers=cfg.registers) as c, c.tiles():
-        _load_q(c, cfg, q, together)
+    with k.role("program", warps=cfg.warps, registers=cfg.registers) as c, c.tiles():
+        _load_q(c, cfg, q)
         for mask in ("full", "masked"):
             if mask == "masked":
                 _cold(c, "between the loops", BETWEEN)
@@ -269,22 +268,22 @@ def _pipelined(k: Kernel, cfg: Config) -> None:
                 _prefetch(c, cfg, value, full)
             for trips, ahead in ((f"{mask} steady", True), (f"{mask} ahead", False)):
                 with c.loop(trips, mask):
-                    _step(c, cfg, full, mask == "masked", together)
+                    _step(c, cfg, full, mask == "masked")
                     if ahead:
+                        _barrier(c, cfg)
                         _prefetch(c, cfg, key, full)
-                        _barrier(c, cfg, together)
                         _prefetch(c, cfg, value, full)
         if cfg.arch.architecture == "hopper":
             c.wait_mma(0, "wait PV")
-        _store_output(c, cfg, o, together)
+        _store_output(c, cfg, o)
 
 
-def _step(c: Role, cfg: Config, full: dict[str, Barrier], masked: bool, together: Barrier) -> None:
+def _step(c: Role, cfg: Config, full: dict[str, Barrier], masked: bool) -> None:
     """One block of keys."""
     _wait_copy(c, cfg, "K", full)
     if not cfg.tma:
         _wait_copy(c, cfg, "V", full)
-        _barrier(c, cfg, together)
+        _barrier(c, cfg)
     _overhead(c, cfg)
     _qk(c, cfg)
     _softmax(c, cfg, masked)
@@ -300,16 +299,14 @@ def _cold(c: Role, label: str, instructions: float) -> None:
     c.delay(label, COLD_CYCLES * instructions, "work")
 
 
-def _load_q(c: Role, cfg: Config, q: Tensor, together: Barrier) -> None:
+def _load_q(c: Role, cfg: Config, q: Tensor) -> None:
     """Q by ordinary loads and through registers into shared memory, or by TMA."""
     _cold(c, "setup", SETUP + SETUP_PER_OUTPUT * cfg.outputs)
-    with c.only(0):
-        c.copy("load Q", q, q.line_bytes, "load", "tma" if cfg.tma else "threads")
-        c.wait_copies("load", "wait Q")
+    c.copy("load Q", q, q.line_bytes, "load", "tma" if cfg.tma else "threads")
+    c.wait_copies("load", "wait Q")
     if not cfg.tma:
-        share = q.line_bytes / c.count
-        c.vector("store Q", {"sts": share / (512 * c.warps)}, smem_bytes=share, latency={"smem": 1})
-    _barrier(c, cfg, together)
+        c.vector("store Q", {"sts": q.line_bytes / (512 * c.warps)}, smem_bytes=q.line_bytes, latency={"smem": 1})
+    _barrier(c, cfg)
 
 
 def _prefetch(c: Role, cfg: Config, tensor: Tensor, full: dict[str, Barrier]) -> None:
@@ -317,8 +314,7 @@ def _prefetch(c: Role, cfg: Config, tensor: Tensor, full: dict[str, Barrier]) ->
     use = BarrierUse(full[tensor.name].name, full[tensor.name].stages, f"{tensor.name}.load")
     engine: Literal["tma", "threads"] = "tma" if cfg.tma else "threads"
     boxes = -(-tensor.line_bytes // (cfg.n * 128)) if cfg.tma else 1
-    with c.only(0):
-        c.record(Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", engine, use, boxes=boxes))
+    c.record(Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", engine, use, boxes=boxes))
 
 
 def _wait_copy(c: Role, cfg: Config, name: str, full: dict[str, Barrier]) -> None:
@@ -327,13 +323,10 @@ def _wait_copy(c: Role, cfg: Config, name: str, full: dict[str, Barrier]) -> Non
     c.record(Wait(f"wait {name}", use, "full", named=not cfg.tma))
 
 
-def _barrier(c: Role, cfg: Config, together: Barrier) -> None:
-    """__syncthreads: meet the other warpgroups, if there are any, else the other warps."""
-    if c.count > 1:
-        c.sync(together, label="barrier")
-    else:
-        sync = cfg.arch.sm.sync
-        c.delay("barrier", sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * cfg.warps, "barrier")
+def _barrier(c: Role, cfg: Config) -> None:
+    """__syncthreads of warps that arrive together."""
+    sync = cfg.arch.sm.sync
+    c.delay("barrier", sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * c.warps, "barrier")
 
 
 def _spill(c: Role, cfg: Config) -> None:
@@ -367,7 +360,7 @@ def _pv(c: Role, cfg: Config) -> None:
 
 
 def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str) -> None:
-    """m64 instructions of one warpgroup.
+    """m64 instructions of the role's warpgroups.
 
     Warpgroups that share 64 rows take half of the columns per instruction: in QK each computes all of
     them in two passes, in PV half of O. Where registers do not suffice, the compiler waits for each
@@ -375,12 +368,13 @@ def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str) -
     """
     shared = cfg.warpgroups * 64 // cfg.m if cfg.warpgroups * 64 > cfg.m else 1
     k = 32 // cfg.element
+    groups = c.warps // 4
     count = cfg.rows // 64 * depth // k * (shared if label == "QK" else 1)
     one_by_one = cfg.live_registers > 255
     for _ in range(count if one_by_one else 1):
         c.mma(
-            label, m=64, n=columns // shared, k=k, count=1 if one_by_one else count, a=a,
-            dtype="bf16" if cfg.element == 2 else "fp8", slots=SLOTS_PER_WGMMA,
+            label, m=64, n=columns // shared, k=k, count=groups * (1 if one_by_one else count), a=a,
+            dtype="bf16" if cfg.element == 2 else "fp8", slots=SLOTS_PER_WGMMA / groups,
         )  # fmt: skip
         if one_by_one:
             c.wait_mma(0, f"wait {label}")
@@ -388,12 +382,12 @@ def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str) -
 
 def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: float) -> None:
     """HMMA fed by ldmatrix: every warp reads the whole tile of K or V and its own rows of Q."""
-    nbytes = cfg.element * (c.warps * shared + own / c.count)
+    nbytes = cfg.element * (c.warps * shared + own)
     c.vector(
         label,
-        {"lds": nbytes / 512 / c.warps, "misc": flops / 4096 / cfg.warps},
+        {"lds": nbytes / 512 / c.warps, "misc": flops / 4096 / c.warps},
         smem_bytes=nbytes,
-        mma_sync_flops=flops / c.count,
+        mma_sync_flops=flops,
         latency={"smem": 1, "mma_sync": 1},
     )
 
@@ -411,12 +405,18 @@ def _softmax(c: Role, cfg: Config, masked: bool) -> None:
     c.vector("exp, sum, P, rescale O", rest, latency={"ex2": 1, "fma": 1})
 
 
-def _store_output(c: Role, cfg: Config, o: Tensor, together: Barrier) -> None:
-    """1/l, O to 16 bit, through shared memory and out; the program ends without waiting for plain stores."""
+def _store_output(c: Role, cfg: Config, o: Tensor, together: Barrier | None = None) -> None:
+    """1/l, O to 16 bit, through shared memory and out; the program ends without waiting for plain stores.
+
+    ``together``: the barrier of the instances that share the tile, of which the last one stores.
+    """
     share = o.line_bytes / c.count
     _cold(c, "1/l, scale O", EPILOGUE_PER_OUTPUT * cfg.outputs)
     c.vector("O to SMEM", {"sts": share / (512 * c.warps)}, smem_bytes=share, latency={"smem": 1})
-    _barrier(c, cfg, together)
+    if together is None:
+        _barrier(c, cfg)
+    else:
+        c.sync(together, label="O complete")
     if not cfg.tma:
         c.vector("O from SMEM", {"lds": share / (512 * c.warps)}, smem_bytes=share, latency={"smem": 1})
     with c.only(-1):
@@ -513,9 +513,8 @@ def _blackwell(k: Kernel, cfg: Config) -> None:
         k.smem(tensor.name, tensor.line_bytes, cfg.stages)
         full[tensor.name] = k.barrier(f"{tensor.name}.full", 1, cfg.stages)
     s_full, pv_done = k.barrier("S.full", 1), k.barrier("PV.done", 1)
-    together = k.barrier("together", 1, named=True)
     with k.role("program", warps=cfg.warps, registers=255) as c, c.tiles():
-        _load_q(c, cfg, q, together)
+        _load_q(c, cfg, q)
         for mask in ("full", "masked"):
             for tensor, trips in ((value, "ahead"), (key, "buffers")):
                 with c.loop(f"{mask} {trips}", "prefetch"):
@@ -533,18 +532,18 @@ def _blackwell(k: Kernel, cfg: Config) -> None:
                     _wait_copy(c, cfg, "V", full)
                     _p_to_tmem(c, cfg)
                     _rescale(c, cfg)
-                    _barrier(c, cfg, together)
+                    _barrier(c, cfg)
                     _tcgen05(c, cfg, "PV", cfg.dv, cfg.n, pv_done)
                     if trips != "any":
                         _wait_copy(c, cfg, "K", full)
                         _tcgen05(c, cfg, "QK", cfg.n, cfg.d, s_full)
                     for tensor in copied:
-                        _barrier(c, cfg, together)
+                        _barrier(c, cfg)
                         _prefetch(c, cfg, tensor, full)
                     _overhead(c, cfg)
         c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
         _load_output(c, cfg)
-        _store_output(c, cfg, o, together)
+        _store_output(c, cfg, o)
 
 
 def _blackwell_specialized(k: Kernel, cfg: Config) -> None:
@@ -611,4 +610,4 @@ def _blackwell_specialized(k: Kernel, cfg: Config) -> None:
             s.arrive(p_full)
         s.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
         _load_output(s, cfg)
-        _store_output(s, cfg, o, regions)
+        _store_output(s, cfg, o)

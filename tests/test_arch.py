@@ -89,12 +89,24 @@ def test_h200_clocks_are_the_measured_medians():
         assert load_arch("h200").clock.sustained_mhz[kind] == median
 
 
+def microbench(program: str, table: str) -> list[dict[str, object]]:
+    data = json.loads((DATA / "h200_microbench.json").read_text())["benchmarks"][program]["tables"][table]
+    return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+
+
 def test_hopper_interference_follows_from_the_corun_data():
     inter = load_arch("h100").sm.interference
-    for vec, cycles in (("FMNMX", inter.alu_cycles), ("F2FP", inter.alu_cycles), ("MUFU.EX2", inter.mufu_cycles)):
-        rows = [r for n in (128, 176, 192) for r in rows_of("h200_corun.csv", mma=f"w{n}_ss_bf16", vec=vec)]
-        lanes = statistics.mean(float(r["vec_lanes_per_clk_per_sm"]) for r in rows)
-        assert cycles == pytest.approx(128 / lanes, rel=0.03), vec
+    corun = [r for r in microbench("corun", "corun") if r["operand"] == "ss" and r["mma_groups"] == 1]
+    for vector, cycles in (("fmnmx", inter.alu_cycles), ("f2fp", inter.alu_cycles), ("ex2", inter.mufu_cycles)):
+        lanes = [r["vector_lanes_per_cycle"] for r in corun if r["vector"] == vector and r["n"] in (128, 192)]
+        assert cycles == pytest.approx(128 / statistics.mean(lanes), rel=0.03), vector
+    mix = [r["vector_lanes_per_cycle"] for r in corun if r["vector"] == "softmax_mix" and r["vector_groups"] == 3]
+    port = 1.5 * inter.alu_port_cycles + inter.ffma_port_cycles + inter.fmul_port_cycles + inter.mufu_port_cycles
+    assert port == pytest.approx(128 / statistics.mean(mix), rel=0.07)
+    duty = [r for r in microbench("corun", "corun_duty") if r["n"] == 64 and r["vector_groups"] == 2]
+    for vector, delay in (("ffma", inter.ffma_delay_cycles), ("fmul", inter.fmul_delay_cycles)):
+        measured = statistics.median(r["mma_delay_per_vector_instr"] for r in duty if r["vector"] == vector)
+        assert delay == pytest.approx(measured, abs=0.1), vector
 
 
 def test_mma_sync_interference_follows_from_the_corun_data():

@@ -78,6 +78,7 @@ def test_a_run_longer_than_the_histogram():
 #: Small problems, of which a schedule runs the first that it has a tile for.
 SHAPES = (
     {"batch": 1, "seqlen_q": 512, "heads_q": 4, "heads_kv": 2, "head_dim": 128},
+    {"batch": 1, "seqlen_q": 512, "heads_q": 4, "head_dim": 64},
     {"batch": 2, "seqlen_q": 1, "seqlen_k": 1024, "heads_q": 16, "heads_kv": 2, "head_dim": 128},
     {"batch": 1, "seqlen_q": 512, "heads_q": 4, "heads_kv": 4, "head_dim": 192, "head_dim_v": 128},
     {"batch": 2, "seqlen_q": 1, "seqlen_k": 1024, "heads_q": 64, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512},
@@ -108,8 +109,8 @@ def combinations() -> list[tuple[str, str]]:
 def test_shipped_schedules(name: str, chip: str):
     schedule, arch = load_schedule(name), load_arch(chip, ("chip.sm_count=4",))
     dtypes = [dtype for dtype in schedule.dtypes if dtype in arch.sm.tensor.flops_per_cycle]
-    for direction, (i, dtype) in product(schedule.directions, enumerate(dtypes)):
-        images = lower_all(record(schedule, arch, causal=i % 2 == 0, dtype=dtype, direction=direction), 1500.0)
+    for direction, (dtype, causal) in product(schedule.directions, ((dtypes[0], True), (dtypes[-1], False))):
+        images = lower_all(record(schedule, arch, causal, dtype, direction), 1500.0)
         spec = TraceSpec(sms=(0, 3))
         first, second = (execute(images, engine, spec) for engine in ("reference", "compiled"))
         assert [comparable(raw) for raw in first] == [comparable(raw) for raw in second]

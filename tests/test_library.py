@@ -101,7 +101,9 @@ def test_build_makes_one_kernel_or_several(mine: Schedule):
 
 def test_build_refuses_what_the_schedule_does_not_exist_for(mine: Schedule):
     message = refusal(mine.build, Problem(), load_arch("a100"), {})
-    assert message.startswith("schedule 'mine' does not exist for a100 (ampere); it runs on hopper; schedules for a100: ")
+    assert message.startswith(
+        "schedule 'mine' does not exist for a100 (ampere); it runs on hopper; schedules for a100: "
+    )
     assert refusal(mine.build, Problem(dtype="fp16"), load_arch("h100"), {}) == (
         "schedule 'mine': no dtype 'fp16' (has bf16, fp8)"
     )
@@ -129,14 +131,18 @@ def test_knob_values(mine: Schedule, knob, text, value):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"tiles": 1}, "schedule 'mine': unknown knob 'tiles'; did you mean 'tile'? (choices: copies, order, overlap, share, tile)"),
+        (
+            {"tiles": 1},
+            "schedule 'mine': unknown knob 'tiles'; did you mean 'tile'? "
+            "(choices: copies, order, overlap, share, tile)",
+        ),
         ({"tile": "1.5"}, "knob 'tile': expected a whole number, got '1.5'"),
         ({"tile": "wide"}, "knob 'tile': expected a whole number, got 'wide'"),
         ({"share": "half"}, "knob 'share': expected a number, got 'half'"),
         ({"overlap": "maybe"}, "knob 'overlap': expected on or off, got 'maybe'"),
         ({"order": "head"}, "knob 'order': unknown value 'head'; did you mean 'heads'? (choices: heads, lpt)"),
     ],
-)  # fmt: skip
+)
 def test_bad_knobs(mine: Schedule, knobs, message):
     assert refusal(mine.parse_knobs, knobs) == message
 

@@ -79,8 +79,9 @@ def test_aliased_space_counts_once_at_the_larger_size():
 
 def test_a_role_has_warps_or_warpgroups():
     for sizes in ({}, {"warps": 1, "warpgroups": 1}):
-        with pytest.raises(ConfigError, match="role 'w': give either warps or warpgroups"), kernel(toy_arch()).role(
-            "w", registers=24, **sizes
+        with (
+            pytest.raises(ConfigError, match="role 'w': give either warps or warpgroups"),
+            kernel(toy_arch()).role("w", registers=24, **sizes),
         ):
             pass
 
@@ -181,7 +182,8 @@ def test_tiles_must_fit_the_grid():
     k.tiles = {}
     assert "tile table is empty" in refused(k)
     assert refused(one_role(tiles=3, cluster=2)) == "toy: 3 work tiles do not divide into clusters of 2"
-    assert refused(one_role(toy_arch("chip.sm_count=3"), tiles=4, cluster=2)) == "toy: 3 SMs do not divide into clusters of 2"
+    odd = toy_arch("chip.sm_count=3")
+    assert refused(one_role(odd, tiles=4, cluster=2)) == "toy: 3 SMs do not divide into clusters of 2"
 
 
 def test_a_wait_needs_an_arrival():

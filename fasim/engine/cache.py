@@ -109,5 +109,5 @@ class _Compiling(event.Listener):
 @contextmanager
 def on_compile(tell: Callable[[], None]) -> Iterator[None]:
     """Call ``tell``, once, if the engine is not stored yet and has to be compiled in this context."""
-    with event.install_listener("numba:compile", _Compiling(tell)):  # type: ignore[no-untyped-call]
+    with event.install_listener("numba:compile", _Compiling(tell)):
         yield

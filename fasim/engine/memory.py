@@ -101,7 +101,7 @@ def access(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, k
     s[L2_FREE] = start + ((nbytes * rate) >> RATE_SHIFT)
     done = s[L2_FREE]
     resident = m.ready[line] != ABSENT
-    if kind == STORE or kind == REDUCE:
+    if kind in (STORE, REDUCE):
         s[L2_WRITE] += nbytes
         if resident:
             _unlink(m, line)

@@ -120,6 +120,7 @@ class ReferenceEngine:
 
     @property
     def now(self) -> int:
+        """The current tick."""
         return int(self.env.now)
 
     # --- the run ---------------------------------------------------------------------------
@@ -156,6 +157,7 @@ class ReferenceEngine:
         )
 
     def describe(self, agent: Agent) -> Blocked:
+        """What an unfinished role waits for."""
         barrier, needed = agent.waiting or (SCHEDULER, 0)
         completed = self.cta_of(agent).phases[barrier] if barrier >= 0 else 0
         return Blocked(agent.group, agent.index, barrier, needed, completed, agent.since)
@@ -182,6 +184,7 @@ class ReferenceEngine:
         return event
 
     def cta_of(self, agent: Agent) -> Cta:
+        """The CTA that ``agent`` is a role of."""
         return self.slots[agent.group][agent.slot].ctas[agent.sm]
 
     # --- a role instance -------------------------------------------------------------------
@@ -248,6 +251,7 @@ class ReferenceEngine:
             yield self.schedule(self.env.event(), agent.group, ticks)
 
     def charge(self, agent: Agent, start: int, end: int, reason: int, name: int) -> None:
+        """Account for an agent's time, and record it."""
         if end > start:
             self.stalls[agent.kind, reason] += end - start
             self.record(agent, agent.kind, start, end, reason, name, -1, agent.sm)
@@ -295,6 +299,7 @@ class ReferenceEngine:
             self.complete_later(agent, ranks, self.next_barrier(agent, row), done)
 
     def queue_mma(self, agent: Agent, row: list[int]) -> None:
+        """Put one MMA instruction on the tensor core of this SM, or of all SMs of a pair."""
         ranks = range(self.m.cluster) if row[im.M_PAIR] else (agent.sm,)
         sms = [self.sms[agent.group][r] for r in ranks]
         start = max(self.now, *(sm.free[im.P_TENSOR] for sm in sms))
@@ -347,6 +352,7 @@ class ReferenceEngine:
         yield from self.spend(agent, start + row[im.C_ISSUE] - now, ISSUE, row)
 
     def hbm_bytes(self) -> int:
+        """Bytes that HBM has moved."""
         return int(self.memory.scalars[mem.HBM_READ] + self.memory.scalars[mem.HBM_WRITE])
 
     # --- barriers --------------------------------------------------------------------------
@@ -365,6 +371,7 @@ class ReferenceEngine:
             self.schedule(event, agent.group, when - self.now)
 
     def completed(self, cta: Cta, barrier: int) -> None:
+        """An asynchronous arrival happens."""
         self.events += 1
         self.arrive(cta, barrier)
 
@@ -380,6 +387,7 @@ class ReferenceEngine:
                 self.wake(agent, agent.wake_ticks)
 
     def wake(self, agent: Agent, ticks: int) -> None:
+        """Let a blocked role go on in ``ticks``."""
         assert agent.wake is not None
         agent.waiting = None
         self.schedule(agent.wake, agent.group, ticks)
@@ -393,6 +401,7 @@ class ReferenceEngine:
         self.charge(agent, agent.since, self.now, reason, row[im.K_NAME])
 
     def arrive_op(self, agent: Agent, row: list[int]) -> None:
+        """ARRIVE: at once in the own CTA, later in another CTA of the cluster."""
         barrier = self.next_barrier(agent, row)
         scopes = {im.SCOPE_CTA: (agent.sm,), im.SCOPE_LEADER: (0,), im.SCOPE_CLUSTER: range(self.m.cluster)}
         for rank in scopes[row[im.B_SCOPE]]:
@@ -402,6 +411,7 @@ class ReferenceEngine:
                 self.complete_later(agent, (rank,), barrier, self.now + self.m.remote_latency)
 
     def wait_op(self, agent: Agent, row: list[int]) -> Wait:
+        """WAIT: pass if the phase is complete, else block."""
         phase = agent.count.get(row[im.M_COUNTER], 0) // row[im.M_STAGES] + 1 - row[im.B_AHEAD]
         barrier = self.next_barrier(agent, row)
         if self.cta_of(agent).phases[barrier] >= phase:
@@ -470,6 +480,7 @@ class ReferenceEngine:
     def record(
         self, agent: Agent, track: int, start: int, end: int, kind: int, name: int, owner: int, rank: int
     ) -> None:
+        """Keep a slice of the trace if the window asks for it."""
         sm = agent.group * self.m.cluster + rank
         if end <= start or sm not in self.window.sms or end <= self.window.ticks[0] or start >= self.window.ticks[1]:
             return
