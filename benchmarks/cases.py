@@ -16,11 +16,13 @@ class Case(NamedTuple):
     seconds: float  # limit for the time inside simulate()
     engine: str = "compiled"
     overrides: tuple[str, ...] = ()
+    trace_sms: tuple[int, ...] = ()
 
-    def measure(self, repeats: int = 3) -> Cost:
+    def measure(self, repeats: int = 5) -> Cost:
         """Simulate in a fresh process, after loading the engine; the fastest of ``repeats``."""
+        order = [self.shape, self.engine, self.overrides, self.trace_sms, repeats]
         done = subprocess.run(
-            [sys.executable, "-c", _MEASURE, json.dumps([self.shape, self.engine, self.overrides, repeats])],
+            [sys.executable, "-c", _MEASURE, json.dumps(order)],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -47,15 +49,16 @@ from fasim.arch import load_arch
 from fasim.engine.compiled import prepare
 from fasim.library import load_schedule
 from fasim.problem import Problem
-from fasim.simulate import simulate
+from fasim.simulate import TraceSpec, simulate
 
-shape, engine, overrides, repeats = json.loads(sys.argv[1])
+shape, engine, overrides, sms, repeats = json.loads(sys.argv[1])
 arch, schedule, problem = load_arch("h200", overrides), load_schedule("fa3"), Problem(**shape)
 prepare()
+trace = TraceSpec(sms=tuple(sms)) if sms else None
 times = []
 for _ in range(repeats):
     start = time.perf_counter()
-    run = simulate(schedule, problem, arch, engine=engine)
+    run = simulate(schedule, problem, arch, engine=engine, trace=trace)
     times.append(time.perf_counter() - start)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 print(json.dumps({"seconds": min(times), "events": run.events, "megabytes": peak}))
@@ -68,24 +71,21 @@ def _shape(batch: int, seqlen: int, heads: int, **more: object) -> dict[str, obj
 
 CASES = (
     Case("B4 S4096 H16", _shape(4, 4096, 16), 0.5),
+    Case("B4 S4096 H16, SMs 0 and 1 traced", _shape(4, 4096, 16), 0.5, trace_sms=(0, 1)),
     Case("B4 S4096 H16 causal", _shape(4, 4096, 16, causal=True), 0.5),
     Case("B1 S16384 H16", _shape(1, 16384, 16), 2.0),
     Case("B1 S16384 H16 causal", _shape(1, 16384, 16, causal=True), 2.0),
     Case("B1 S65536 H8", _shape(1, 65536, 8), 15.0),
     Case("B1 S65536 H8 causal", _shape(1, 65536, 8, causal=True), 15.0),
-    Case("B1 H16, 128 queries on 65536 keys", _shape(1, 128, 16, seqlen_k=65536), 0.5),
+    Case("B1 H16, 128 queries, 65536 keys", _shape(1, 128, 16, seqlen_k=65536), 0.5),
 )
 
-#: Pairs of cases of which the second has twice the work.
-GROWTH = (
-    ("twice the sequences", CASES[0], Case("", _shape(8, 4096, 16), 1.0)),
-    ("twice the keys per query", CASES[0], Case("", _shape(4, 4096, 16, seqlen_k=8192), 1.0)),
-    (
-        "twice the SMs and sequences",
-        CASES[0],
-        Case("", _shape(8, 4096, 16), 1.0, overrides=("chip.sm_count=264",)),
-    ),
+#: Cases with twice the work of the first one.
+TWICE = (
+    Case("twice the sequences", _shape(8, 4096, 16), 1.0),
+    Case("twice the keys", _shape(4, 4096, 16, seqlen_k=8192), 1.0),
+    Case("twice the sequences on twice the SMs", _shape(8, 4096, 16), 1.0, overrides=("chip.sm_count=264",)),
 )
 
-#: The run on which the two engines are compared.
-BOTH = _shape(1, 2048, 16)
+#: One run for both engines.
+BOTH = tuple(Case(engine, _shape(1, 2048, 16), 30.0, engine) for engine in ("compiled", "reference"))

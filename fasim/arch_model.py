@@ -274,6 +274,8 @@ class Tmem(_Table):
     store_bytes_per_cycle: PositiveFloat
     load_latency_cycles: PositiveFloat
     """tcgen05.ld and its wait, without the transfer time."""
+    store_latency_cycles: NonNegativeFloat = 0.0
+    """tcgen05.st and its wait, without the transfer time."""
 
 
 class Sm(_Table):

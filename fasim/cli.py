@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fasim import __version__
+from fasim import __version__, cli_explain
 from fasim.console import (
     console_for,
     format_value,
@@ -61,6 +61,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "fasim validate --data validation/data/h200_timing.csv --kernel fa3",
         "fasim validate --data validation/data/h200_fa3_ablations.csv --effects",
     ),
+    **cli_explain.EXAMPLES,
     "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
     "arch": ("fasim arch check arch_models/h100.toml", "fasim arch schema > arch.schema.json"),
 }
@@ -233,6 +234,10 @@ def validate(
         failures = result.failures(fail_above / 100)
         if failures:
             raise ToleranceError(f"{data}: above {fail_above:g} %: {'; '.join(failures)}")
+
+
+app.command(epilog=_examples("compare"))(cli_explain.compare)
+app.command(epilog=_examples("bounds"))(cli_explain.bounds)
 
 
 @list_app.command("archs", epilog=_examples("list"))

@@ -39,6 +39,7 @@ _DELAY_FIELD = {
     "fadd": "fmul_delay_cycles",
     "fmnmx": "alu_delay_cycles",
     "f2fp": "alu_delay_cycles",
+    "f2fp8": "alu_delay_cycles",
     "alu": "alu_delay_cycles",
 }
 #: FLOP of one mma.sync m16n8k16.
@@ -57,6 +58,7 @@ class VectorDemand:
 
     alone: IntArray  # (len(PIPES),)
     beside: IntArray  # (len(PIPES),)
+    counted: IntArray  # (len(PIPES),) busy time as hardware counters show it
     mma_delay: int  # by which it delays an MMA that absorbs nothing
     stall: tuple[int, int]  # lost to result latencies inside, without and with an MMA beside it
     latency: tuple[int, int]  # exposed at the end, without and with an MMA beside it
@@ -79,6 +81,7 @@ def interval(arch: Arch, instruction: str) -> float:
         "fmnmx": sm.alu.ops_per_cycle,
         "alu": sm.alu.ops_per_cycle,
         "f2fp": sm.alu.convert_ops_per_cycle,
+        "f2fp8": sm.alu.convert_fp8_ops_per_cycle,
         "ex2": sm.mufu.ops_per_cycle,
         "mufu": sm.mufu.other_ops_per_cycle,
         "shfl": sm.lsu.shuffle_ops_per_cycle,
@@ -104,6 +107,7 @@ def result_latency(arch: Arch, kind: str) -> float:
         "smem": sm.smem.latency_cycles,
         "mma_sync": sm.tensor.mma_sync_latency_cycles,
         "tmem": sm.tmem.load_latency_cycles if sm.tmem else 0.0,
+        "tmem_store": sm.tmem.store_latency_cycles if sm.tmem else 0.0,
     }
     return float(table[kind])
 
@@ -115,6 +119,10 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     they run; ld/st and fills get the rest (measured: TMA fill slows by a quarter beside wgmma,
     wgmma by a twentieth, so the MMA has priority).
 
+    ``counted`` differs from the time on the FMA and ALU pipes: there every instruction counts once at the pipe's
+    basic rate, packed FP32 pairs, integer multiply-adds and slow conversions too. Only so do the FMA and ALU
+    percentages of FA4's counters close (Dao-AILab/flash-attention issue 2701).
+
     ``mma_sync``: the kernel has synchronous tensor instructions. FMA, ALU and MUFU instructions stop
     those of any warp on the sub-core, so all of them share the operand port with the MMAs.
     """
@@ -123,6 +131,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     per_core = max(width, 1.0)
     alone = np.zeros(len(PIPES))
     beside = np.zeros(len(PIPES))
+    counted = np.zeros(len(PIPES))
     inter = sm.interference
     sync = sm.mma_sync_interference
     delay = stalled = 0.0
@@ -137,6 +146,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
         if pipe == P_ISSUE:
             continue
         alone[pipe] += n * ii
+        counted[pipe] += n * {P_FMA: interval(arch, "ffma"), P_ALU: interval(arch, "alu")}.get(pipe, ii)
         stalled += count
         slowed = ii
         if inter is not None:
@@ -171,6 +181,9 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
             raise ModelError(f"operation '{op.label}' uses tensor memory, which {arch.name} does not have")
         tmem = op.tmem_load_bytes / sm.tmem.load_bytes_per_cycle + op.tmem_store_bytes / sm.tmem.store_bytes_per_cycle
         alone[P_TMEM] = beside[P_TMEM] = tmem
+    for pipe in (P_ISSUE, P_SMEM, P_TMEM, P_TENSOR):
+        counted[pipe] = alone[pipe]
+    counted[P_PORT] = beside[P_PORT]
     latency = sum(result_latency(arch, kind) * count for kind, count in op.latency.items())
     slower = latency
     if inter is not None and "shfl" in op.latency:
@@ -178,6 +191,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     return VectorDemand(
         np.rint(alone * TICKS).astype(np.int64),
         np.rint(beside * TICKS).astype(np.int64),
+        np.rint(counted * TICKS).astype(np.int64),
         ticks(delay),
         (ticks(stalled * sm.issue.stall_cycles), ticks(stalled * (inter or sm.issue).stall_cycles)),
         (ticks(latency), ticks(slower)),
@@ -214,7 +228,7 @@ def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
     if op.a == "smem":
         operand += op.m * op.k * element / share
     smem = operand / arch.sm.smem.bytes_per_cycle
-    return MmaDemand(max(math_cycles, smem) + tensor.async_mma.overhead_cycles, smem)
+    return MmaDemand(max(math_cycles, smem / (1.0 - op.fill_share)) + tensor.async_mma.overhead_cycles, smem)
 
 
 def mma_absorption(op: Mma, arch: Arch) -> float:

@@ -42,7 +42,7 @@ B_AHEAD, B_REASON, B_TRY, B_WAKE = 2, 3, 4, 5
 D_TICKS, D_REASON = 2, 3
 # LOOP, END_LOOP, TILE, END_TILE
 L_COLUMN, L_TRIPS, L_EXIT, L_DEPTH = 2, 3, 4, 5
-T_EXIT, T_DRAWS, T_WAKE = 2, 3, 4
+T_EXIT, T_DRAWS = 2, 3
 # WORK, MMA, COPY: row of ``Image.activity`` that one chunk, instruction or copy adds to the histogram
 K_ACTIVITY = 13
 CODE_WIDTH = 14
@@ -98,7 +98,7 @@ class Image:
     ``activity[i, u]``: ticks unit ``u`` works for one occurrence of activity ``i``.
     ``entry[a]`` is the first instruction of agent ``a``, ``need[b]`` the arrivals per phase of
     barrier ``b``. ``tiles[row, column]``: trip counts and first lines of a work tile.
-    ``line_base[t]``: first L2 line of tensor ``t``.
+    ``line_base[t]`` and ``line_end[t]``: first L2 line of tensor ``t``, and one past its last.
     """
 
     machine: Machine
@@ -111,6 +111,7 @@ class Image:
     need: IntArray
     tiles: IntArray
     line_base: IntArray
+    line_end: IntArray
     lines: int
     names: tuple[str, ...]
     agents: tuple[str, ...]  # track names, "consumer0"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
+import re
 import sys
 import types
 import typing
@@ -58,12 +60,14 @@ class Knob:
             raise ConfigError(f"knob '{self.name}': unknown value '{value}'{did_you_mean(text, self.choices)}")
         try:
             number = float(text)
+            if not math.isfinite(number):
+                raise ValueError
             if self.type is int:
                 if number != int(number):
                     raise ValueError
                 return int(number)
             return number
-        except ValueError:
+        except (ValueError, OverflowError):
             kind = "a whole number" if self.type is int else "a number"
             raise ConfigError(f"knob '{self.name}': expected {kind}, got '{value}'") from None
 
@@ -155,7 +159,12 @@ def load_schedule(name_or_path: str | Path) -> Schedule:
 
 
 def _import(path: Path) -> types.ModuleType:
-    name = f"fasim_schedule_{path.stem}"
+    # A package of its folder, so that a schedule may be spread over files: ``from ._parts import ...``.
+    folder = str(path.resolve().parent)
+    package = types.ModuleType("fasim_schedules" + re.sub(r"\W", "_", folder))
+    package.__path__ = [folder]
+    sys.modules.setdefault(package.__name__, package)
+    name = f"{package.__name__}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

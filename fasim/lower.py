@@ -57,7 +57,8 @@ class _Tables:
         return self.names.setdefault(text, len(self.names))
 
     def add_demand(self, demand: VectorDemand) -> int:
-        key = (*demand.alone.tolist(), *demand.beside.tolist(), demand.mma_delay, *demand.stall)
+        key = tuple(np.concatenate([demand.alone, demand.beside, demand.counted]).tolist())
+        key += (demand.mma_delay, *demand.stall)
         if key not in self.demand_index:
             self.demand_index[key] = len(self.demand)
             self.demand.append(demand)
@@ -163,6 +164,7 @@ class _AgentEmitter:
         part = VectorDemand(
             np.rint(total.alone / chunks).astype(np.int64),
             np.rint(total.beside / chunks).astype(np.int64),
+            np.rint(total.counted / chunks).astype(np.int64),
             round(total.mma_delay / chunks),
             (round(total.stall[0] / chunks), round(total.stall[1] / chunks)),
             (0, 0),
@@ -181,6 +183,8 @@ class _AgentEmitter:
         drain = async_mma.completion_cycles
         if op.two_cta and async_mma.two_cta_completion_cycles is not None:
             drain = async_mma.two_cta_completion_cycles
+        if op.bar is not None:  # who waits there pays for its own waking up
+            drain = max(0.0, drain - self.arch.sm.sync.mbarrier_wake_cycles)
         pc = self.emit(im.MMA, op.label)
         for column, value in (
             (im.M_TICKS, ticks(demand.tensor)),
@@ -305,8 +309,7 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
     first = dict(zip(lines, np.cumsum([0, *lines.values()]).tolist(), strict=False))
     activity = np.zeros((len(tables.demand) + len(tables.activity), im.UNIT_COUNT), dtype=np.int64)
     for i, demand in enumerate(tables.demand):
-        activity[i, : len(im.PIPES)] = demand.alone
-        activity[i, im.P_PORT] = demand.beside[im.P_PORT]
+        activity[i, : len(im.PIPES)] = demand.counted
     for i, (pc, units) in enumerate(tables.activity.items(), start=len(tables.demand)):
         tables.code[pc][im.K_ACTIVITY] = i
         for unit, amount in units.items():
@@ -324,6 +327,7 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
         need=np.array(need, dtype=np.int64),
         tiles=np.ascontiguousarray(np.stack([kernel.tiles[c] for c in columns], axis=1), dtype=np.int64),
         line_base=np.array([first[tensor.name] for tensor in kernel.tensors], dtype=np.int64),
+        line_end=np.array([first[t.name] + t.lines for t in kernel.tensors], dtype=np.int64),
         lines=sum(lines.values()),
         names=tuple(tables.names),
         agents=tuple(agents),

@@ -19,7 +19,8 @@ INSTRUCTION_PIPE: dict[str, str] = {
     "ffma2": "fma",  # packed f32x2, Blackwell
     "imad": "fma",
     "fmnmx": "alu",
-    "f2fp": "alu",  # convert and pack two fp32 to 16 bit (or four to 8 bit)
+    "f2fp": "alu",  # convert and pack two fp32 to 16 or 4 bit
+    "f2fp8": "alu",  # convert and pack two fp32 to 8 bit
     "alu": "alu",  # LOP3, ISETP, FSEL, IADD3, PRMT ...
     "ex2": "mufu",
     "mufu": "mufu",  # rcp, lg2, rsq
@@ -80,7 +81,8 @@ class Mma(Op):
     """An asynchronous MMA group (wgmma or tcgen05): ``count`` instructions of m x n x k.
 
     ``a`` says where operand A comes from: shared memory, registers or tensor memory. The group is
-    committed at once. ``bar`` is arrived at when the group completes (tcgen05.commit).
+    committed at once. ``bar`` is arrived at when the group completes (tcgen05.commit); ``count`` 0 only
+    commits. ``fill_share`` in [0, 1) is the part of the shared-memory port that fills take meanwhile.
     """
 
     m: int
@@ -92,6 +94,7 @@ class Mma(Op):
     two_cta: bool = False
     slots: float = 1.0  # issue slots per instruction (descriptor arithmetic included)
     bar: BarrierUse | None = None
+    fill_share: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -333,9 +333,9 @@ class Kernel:
         return next(tensor for tensor in self.tensors if tensor.name == name)
 
 
-def walk(ops: Sequence[Op]) -> Iterator[Op]:
-    """Every operation of a body, depth first, loops before their contents."""
+def walk(ops: Sequence[Op], enter_tiles: bool = True) -> Iterator[Op]:
+    """Every operation of a body, depth first, loops before their contents; optionally without tile loops' bodies."""
     for op in ops:
         yield op
-        if isinstance(op, Loop | TileLoop | Only):
-            yield from walk(op.body)
+        if isinstance(op, Loop | Only) or (isinstance(op, TileLoop) and enter_tiles):
+            yield from walk(op.body, enter_tiles)

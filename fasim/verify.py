@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from fasim.errors import BudgetError, ModelError
-from fasim.ops import Arrive, BarrierUse, Copy, Loop, Mma, Op, Wait
+from fasim.ops import Arrive, BarrierUse, Copy, Loop, Mma, Op, TileLoop, Wait, WaitMma
 from fasim.schedule import Kernel, Role, walk
 
 #: Registers are allocated to a warp in units of 8 per thread.
 _REGISTER_UNIT = 8
+
+#: Committed MMA groups of a role that the engines remember.
+MAX_PENDING = 8
 
 
 def cta_registers(kernel: Kernel) -> int:
@@ -45,8 +48,10 @@ def verify(kernel: Kernel) -> None:
     arrivals: set[str] = set()
     waits: dict[str, tuple[Role, Op]] = {}
     for role in kernel.roles:
+        _outside_tiles(kernel, role)
         for op in walk(role.body):
             _known_names(kernel, role, op)
+            _limits(kernel, role, op)
             for use, arrives in _uses(op):
                 name = use.barrier.partition("@")[0]
                 if arrives:
@@ -130,6 +135,23 @@ def _known_names(kernel: Kernel, role: Role, op: Op) -> None:
             raise ModelError(f"{where}: unknown tensor '{op.tensor}'")
         if tensor.start not in kernel.tiles:
             raise ModelError(f"{where}: the tile table has no column '{tensor.start}' (has {', '.join(kernel.tiles)})")
+
+
+def _limits(kernel: Kernel, role: Role, op: Op) -> None:
+    """What the engines keep count of is bounded: MMA groups a role can wait behind, empty groups."""
+    where = f"{kernel.name}: role '{role.name}', operation '{op.label}'"
+    if isinstance(op, Mma) and op.count < 1:
+        raise ModelError(f"{where}: an MMA group needs at least one instruction, got {op.count}")
+    if isinstance(op, WaitMma) and not 0 <= op.pending < MAX_PENDING:
+        raise ModelError(f"{where}: pending {op.pending} is outside 0 to {MAX_PENDING - 1}")
+
+
+def _outside_tiles(kernel: Kernel, role: Role) -> None:
+    """Copies and loops over a column mean nothing without a work tile."""
+    outside = [op for op in walk(role.body, enter_tiles=False) if not isinstance(op, TileLoop)]
+    for op in outside:
+        if isinstance(op, Copy) or (isinstance(op, Loop) and isinstance(op.trips, str)):
+            raise ModelError(f"{kernel.name}: role '{role.name}', operation '{op.label}': outside the loop over tiles")
 
 
 def _round_up(value: int, unit: int) -> int:

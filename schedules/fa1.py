@@ -20,16 +20,12 @@ import numpy.typing as npt
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.library import schedule
-from fasim.ops import add_mixes
 from fasim.problem import Problem
 from fasim.schedule import Kernel, Role, Tensor
 
 ROWS = 16  # query rows of one step
 WARPS = 4
 CTAS_PER_SM = 2  # K and V alone take 128 registers a thread; with the accumulators two CTAs fill the register file
-
-#: Instructions per thread and step for addresses, predicates and branches, from the SASS.
-ADDRESSES = {"imad": 38.0, "alu": 32.0, "misc": 30.0}
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,8 @@ def _step(w: Role, cfg: Config, arch: Arch, first: bool, final: bool) -> None:
         w.copy("load O", cfg.partial_again, cfg.partial.line_bytes, "load", "threads")
     q = cfg.q if first else cfg.q_again
     w.copy("load Q", q, q.line_bytes, "load", "threads")
-    w.vector("mask", add_mixes({"alu": 22 + 1.25 * e}, ADDRESSES))  # FSEL per element in every step, ISETP
+    # the mask (FSEL, ISETP) is applied in every step; the rest is addresses, predicates and branches
+    w.vector("mask", {"alu": 44 + 1.25 * e, "imad": 15 + 0.36 * d, "misc": 17 + 0.2 * d})
     w.vector("row max", {"fmnmx": e + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
     _syncthreads(w, arch)
     across = {"sts": 2, "lds": 2, "shfl": 4, "fmnmx": 4, "fmul": 4, "mufu": 3}
@@ -172,12 +169,12 @@ def _step(w: Role, cfg: Config, arch: Arch, first: bool, final: bool) -> None:
     w.vector("O to SMEM", {"sts": 4 + d / 4}, smem_bytes=o_bytes, latency={"smem": 1})
     _syncthreads(w, arch)
     # statistics of the four warps by shuffles in a quad, exp of the old LSE, 1 / sum; then the partials
-    statistics = {"lds": 4, "shfl": d / 8, "fmnmx": d / 16, "fadd": 2 + d / 8, "ex2": d / 32, "mufu": d / 16}
+    statistics = {"lds": d / 8, "shfl": d / 8, "fmnmx": d / 16, "fadd": 2 + d / 8, "ex2": d / 32, "mufu": d / 16}
     w.vector("statistics", statistics, latency={"smem": 1, "shfl": 4, "alu": 2, "fma": 4, "ex2": 3})
     combine = {"lds": d / 8, "fadd": 3 * d / 8, "ffma": d / 8 + d / 32, "fmul": d / 8 + d / 16, "alu": d / 2}
     w.vector("sum O", combine, smem_bytes=o_bytes, latency={"smem": 1, "fma": 4})
     w.wait_copies("load", "wait Q and O")
-    w.vector("Q to SMEM", {"sts": 1, "f2fp": d / 16 if final else 0}, smem_bytes=2.0 * ROWS * d, latency={"smem": 1})
+    w.vector("Q to SMEM", {"sts": 1, "f2fp": d / 16}, smem_bytes=2.0 * ROWS * d, latency={"smem": 1})
     o = cfg.out if final else cfg.partial if first else cfg.partial_again
     w.copy("store O", o, o.line_bytes, "store", "threads")
 

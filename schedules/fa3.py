@@ -41,9 +41,14 @@ TILES = {
     (256, 256, True): (128, 80, True),
 }
 
+#: The same for FP8, causal or not; P always stays in registers. tile_size.h
+FP8_TILES = {(64, 64): (192, 160), (96, 96): (192, 128), (128, 128): (128, 224), (192, 192): (128, 160)}
+FP8_TILES |= {(256, 256): (128, 128)}
+
 #: Share of the exponentials the compiler places before its wait for PV (from the SASS): none where P
 #: goes through shared memory, more where tiles are narrow.
 EARLY_EXP = {64: 0.20, 96: 0.0, 128: 0.25, 192: 0.32, 256: 0.43}
+FP8_EARLY_EXP = 0.31  # 35 of 114, counted at d128 only
 
 #: consumer warpgroups -> (producer, consumer) registers after setmaxnreg, registers at launch
 REGISTERS = {1: (56, 256, 128), 2: (24, 240, 168), 3: (32, 160, 128)}
@@ -58,6 +63,14 @@ FETCH_CYCLES = 750.0
 #: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
 #: wgmma waits that find their group complete take 24 to 30 each (cycle stamps inside the kernel).
 LOOP_CYCLES = 90.0
+
+#: Dependent shared-memory round trips in the transposition of a V block: ldmatrix to permutes to stmatrix, two
+#: 512-byte pieces a warp at a time. 28 KiB at d128 are 14 pieces a warp.
+TRANSPOSE_STEPS = 7
+
+#: Shared-memory wavefronts of the transposition per 128 bytes: 1.74 for ldmatrix and 1.9 for stmatrix at d128
+#: (h200_counters.csv, op_ld and op_st over the V blocks of a run).
+TRANSPOSE_WAVEFRONTS = 1.8
 
 #: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
 L2_SECTION_BYTES = 32 * 2**20
@@ -79,6 +92,23 @@ class Config:
     early: float
     warpgroups: int
     rescale_early: bool
+    fp8: bool
+    two_level: bool
+
+    @property
+    def element(self) -> int:
+        """Bytes per element of Q, K, V and P."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def depth(self) -> int:
+        """Depth k of one wgmma: 32 bytes."""
+        return 32 // self.element
+
+    @property
+    def mma_dtype(self) -> str:
+        """Operand type of the MMAs; both 16-bit types run at one rate."""
+        return "fp8" if self.fp8 else "bf16"
 
     @property
     def elements(self) -> float:
@@ -91,7 +121,7 @@ class Config:
         return self.elements if self.exp else 0.0
 
 
-@schedule(architectures=("hopper",), dtypes=("bf16", "fp16"))
+@schedule(architectures=("hopper",), dtypes=("bf16", "fp16", "fp8"))
 def fa3(
     problem: Problem,
     arch: Arch,
@@ -108,32 +138,42 @@ def fa3(
     exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True,
     persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True,
     early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
+    two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False,
 ) -> Kernel:
     """FlashAttention-3 forward on Hopper: ping-pong warpgroups, QK and softmax overlapped."""
     d, dv = problem.head_dim, problem.head_dim_v
-    row = next((tiles for (a, b, c), tiles in TILES.items() if d <= a and dv <= b and c == problem.causal), None)
+    fp8 = problem.dtype == "fp8"
+    table = TILES if not fp8 else {(*dims, problem.causal): (*tile, True) for dims, tile in FP8_TILES.items()}
+    row = next((tiles for (a, b, c), tiles in table.items() if d <= a and dv <= b and c == problem.causal), None)
     if row is None or d % 16 or dv % 16:
         raise ConfigError(f"fa3: no tile for head_dim {d}, head_dim_v {dv}; multiples of 16 up to 256 exist")
     m, n = tile_m or row[0], tile_n or row[1]
     warpgroups = m // 64
     if m % 64 or warpgroups not in REGISTERS:
         raise ConfigError(f"fa3: tile_m {m} is not 64 per warpgroup for 1 to 3 warpgroups (64, 128, 192)")
-    if n % 16 or not 16 <= n <= 256:
-        raise ConfigError(f"fa3: tile_n {n} is not a wgmma width: a multiple of 16 up to 256")
+    if n % (32 if fp8 else 16) or not 16 <= n <= 256:
+        raise ConfigError(f"fa3: tile_n {n} is not a multiple of {32 if fp8 else 16} (one wgmma of PV) up to 256")
     in_registers = row[2] if p_in_registers is None else p_in_registers
+    if fp8 and not in_registers:
+        raise ConfigError("fa3: p_in_registers=off does not exist for fp8")
+    if two_level and not fp8:
+        raise ConfigError(f"fa3: two_level is an option of fp8, not {problem.dtype}")
     if pingpong is None:
-        pingpong = (warpgroups >= 2 and d <= 128) if overlap else warpgroups == 2
+        ordered = d >= 128 if fp8 else d <= 128
+        pingpong = (warpgroups >= 2 and ordered) if overlap else warpgroups == 2
     if pingpong and warpgroups < 2:
         raise ConfigError("fa3: pingpong needs two consumer warpgroups (tile_m >= 128)")
     m_blocks = -(-problem.seqlen_q // m)
     if cluster is None:
-        cluster = 2 if d >= 128 and not problem.causal and m_blocks % 2 == 0 and persistent else 1
+        shared = 128 < d <= 192 if fp8 else d >= 128
+        cluster = 2 if shared and not problem.causal and m_blocks % 2 == 0 and persistent else 1
     if m_blocks % cluster:
         raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
     limit = min(head for head in EARLY_EXP if head >= max(d, dv))
-    early = early_exp if early_exp is not None else (EARLY_EXP[limit] if in_registers else 0.0)
+    early = early_exp if early_exp is not None else FP8_EARLY_EXP if fp8 else EARLY_EXP[limit] * in_registers
+    rescale_early = max(d, dv) > 128 and overlap and not fp8
     cfg = Config(
-        m, n, d, dv, stages, pingpong, overlap, in_registers, exp, early, warpgroups, max(d, dv) > 128 and overlap
+        m, n, d, dv, stages, pingpong, overlap, in_registers, exp, early, warpgroups, rescale_early, fp8, two_level
     )
     _check_registers(cfg, arch)
 
@@ -143,34 +183,50 @@ def fa3(
         "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
     )
     _grid(k, cfg, persistent)
-    q_row, kv_rows = 2 * d, 2 * n
+    q_bytes, kv_rows = cfg.element * m * d, cfg.element * n
     shared = cluster > 1
-    q_ring = k.ring(k.tensor("Q", k.tile_count, m * q_row, "q"), m * q_row, 1, consumers=warpgroups, boxes=-(-d // 64))
+    boxes, v_boxes = -(-d * cfg.element // 128), -(-dv * cfg.element // 128)  # a TMA box is 128 bytes wide
+    q_ring = k.ring(k.tensor("Q", k.tile_count, q_bytes, "q"), q_bytes, 1, consumers=warpgroups, boxes=boxes)
     blocks = -(-problem.seqlen_k // n)
     lines = problem.batch * problem.heads_kv * blocks * cluster
     k_tensor = k.tensor("K", lines, kv_rows * d // cluster, "kv", -cluster)
     v_tensor = k.tensor("V", lines, kv_rows * dv // cluster, "kv", -cluster)
-    k_ring = k.ring(k_tensor, kv_rows * d, stages, consumers=warpgroups, multicast=shared, boxes=-(-d // 64))
-    v_ring = k.ring(v_tensor, kv_rows * dv, stages, consumers=warpgroups, multicast=shared, boxes=-(-dv // 64))
+    k_ring = k.ring(k_tensor, kv_rows * d, stages, consumers=warpgroups, multicast=shared, boxes=boxes)
+    v_loads = v_ring = k.ring(
+        v_tensor, kv_rows * dv, stages, consumers=1 if fp8 else warpgroups, multicast=shared, boxes=v_boxes
+    )
+    if fp8:  # V lands as it is and is transposed into a ring of its own
+        full, empty = k.barrier("Vt.full", 1, stages), k.barrier("Vt.empty", warpgroups, stages)
+        v_ring = Ring(k.smem("Vt", kv_rows * dv, stages), full, empty, v_tensor, 0, False, 0)
     o_tensor = k.tensor("O", k.tile_count, 2 * m * dv, "q")
-    k.smem("O", 2 * m * dv, aliases="V")
+    k.smem("O", 2 * m * dv, aliases=v_ring.buffer.name)
     if not in_registers:
         k.smem("P", 2 * m * n)
     o_free = k.barrier("O.free", 1)  # O shares V's space: V may land once the store has read O
     turn = k.turns("turn", warpgroups)
     epilogue = k.barrier("epilogue", warpgroups, named=True)
 
-    with k.role("producer", warps=1, registers=REGISTERS[warpgroups][0]) as p:
+    with k.role("producer", warps=4 if fp8 else 1, registers=REGISTERS[warpgroups][0]) as p:
         p.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")  # barriers, setmaxnreg
         with p.tiles(draws=True):
+            if fp8:
+                p.load(v_loads)
             p.load(k_ring)
             p.load(q_ring)
             p.wait_barrier(o_free, reason="empty", ahead=1)
             for trips in ("masked", "full"):
                 with p.loop(trips):
+                    if fp8:
+                        p.load(v_loads)
                     p.load(k_ring)
-                    p.load(v_ring)
-            p.load(v_ring)
+                    if fp8:
+                        _transpose(p, cfg, v_loads, v_ring)
+                    else:
+                        p.load(v_ring)
+            if fp8:
+                _transpose(p, cfg, v_loads, v_ring)
+            else:
+                p.load(v_ring)
 
     with k.role("consumer", warpgroups=warpgroups, registers=REGISTERS[warpgroups][1]) as c:
         c.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
@@ -222,6 +278,7 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
     c.wait_mma(0, "wait PV")
     c.release(v_ring)
     rest = {"fadd": cfg.elements, "f2fp": cfg.elements / 2, "fmul": 4.0 + (0 if cfg.rescale_early else cfg.dv / 2)}
+    rest["fadd"] += cfg.dv / 2 * cfg.two_level
     _exp(c, cfg, "exp, sum, P", 1.0 - cfg.early, 0.5, rest)
     _p_to_smem(c, cfg)
     c.delay("loop", LOOP_CYCLES, "issue")
@@ -249,13 +306,30 @@ def _serial_step(
     c.delay("loop", LOOP_CYCLES, "issue")
 
 
+def _transpose(p: Role, cfg: Config, loads: Ring, ring: Ring) -> None:
+    """The producer warpgroup transposes the oldest V block: ldmatrix.trans, byte permutes, stmatrix.
+
+    wgmma takes a K-major B operand only in FP8. Per 512 bytes and warp one load, one store and four PRMT.
+    """
+    name, nbytes = ring.buffer.name, ring.buffer.bytes
+    p.wait(loads)
+    p.wait_barrier(ring.empty, reason="empty", ahead=1, label=f"wait {name} empty")
+    moves = nbytes / 512 / p.warps
+    mix = {"lds": moves, "sts": moves, "alu": 4 * moves}
+    smem_bytes = 2 * nbytes * TRANSPOSE_WAVEFRONTS
+    p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": TRANSPOSE_STEPS})
+    p.arrive(ring.full, label=f"{name} full")
+    p.release(loads)
+
+
 def _qk(c: Role, cfg: Config) -> None:
-    c.mma("QK", m=64, n=cfg.n, k=16, count=-(-cfg.d // 16), a="smem", slots=SLOTS_PER_WGMMA)
+    count = -(-cfg.d // cfg.depth)
+    c.mma("QK", m=64, n=cfg.n, k=cfg.depth, count=count, a="smem", dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
 
 
 def _pv(c: Role, cfg: Config) -> None:
-    a = "register" if cfg.in_registers else "smem"
-    c.mma("PV", m=64, n=cfg.dv, k=16, count=cfg.n // 16, a=a, slots=SLOTS_PER_WGMMA)
+    a, count = "register" if cfg.in_registers else "smem", cfg.n // cfg.depth
+    c.mma("PV", m=64, n=cfg.dv, k=cfg.depth, count=count, a=a, dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
 
 
 def _wait_polled(c: Role, ring: Ring, everyone: bool) -> None:
@@ -331,7 +405,7 @@ def _grid(k: Kernel, cfg: Config, persistent: bool) -> None:
     else:
         # longest first inside an L2 section: block descending, (b, h) fastest
         k.mode = "dynamic" if persistent else "single"
-        per_head = problem.seqlen_k * 2 * (cfg.d + cfg.dv)
+        per_head = problem.seqlen_k * cfg.element * (cfg.d + cfg.dv)
         section = 2 ** int(np.log2(max(1.0, L2_SECTION_BYTES / per_head))) * problem.group
         order = [
             (h, b)

@@ -37,7 +37,7 @@ def test_interval_is_the_sub_cores_share_of_lanes(name, pipe, interval):
 def test_every_instruction_class_has_an_interval(arch):
     chip = load_arch(arch)
     for name in INSTRUCTION_PIPE:
-        if name != "ffma2" or arch == "b200":
+        if (name != "ffma2" or arch == "b200") and (name != "f2fp8" or arch != "a100"):
             assert cost.interval(chip, name) > 0
 
 

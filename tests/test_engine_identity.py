@@ -109,6 +109,8 @@ def combinations() -> list[tuple[str, str]]:
 def test_shipped_schedules(name: str, chip: str):
     schedule, arch = load_schedule(name), load_arch(chip, ("chip.sm_count=4",))
     dtypes = [dtype for dtype in schedule.dtypes if dtype in arch.sm.tensor.flops_per_cycle]
+    if (name, arch.architecture) == ("fa4", "hopper"):
+        dtypes.remove("fp8")  # the Hopper kernels are for 16 bits
     for direction, (dtype, causal) in product(schedule.directions, ((dtypes[0], True), (dtypes[-1], False))):
         images = lower_all(record(schedule, arch, causal, dtype, direction), 1500.0)
         spec = TraceSpec(sms=(0, 3))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fasim import image as im
-from fasim.errors import DeadlockError
+from fasim.errors import DeadlockError, ModelError
 from fasim.image import Image, IntArray
 
 _FOREVER = int(np.iinfo(np.int64).max)
@@ -42,6 +42,11 @@ def sort_trace(trace: IntArray) -> IntArray:
     """Rows in a total order that does not depend on which SM an engine looked at first."""
     columns = (im.T_END, im.T_NAME, im.T_KIND, im.T_OWNER, im.T_TRACK, im.T_SLOT, im.T_SM, im.T_START)
     return np.ascontiguousarray(trace[np.lexsort([trace[:, c] for c in columns])])
+
+
+def beyond_tensor(operation: str) -> ModelError:
+    """The error for a copy whose line does not belong to its tensor."""
+    return ModelError(f"operation '{operation}': copies beyond the lines of its tensor (start column, step or lines)")
 
 
 def deadlock(image: Image, blocked: list[Blocked]) -> DeadlockError:

@@ -15,9 +15,11 @@ from fasim.engine import memory as mem
 from fasim.engine.account import spend
 from fasim.engine.agenda import earlier, pop, push, runner_up, sink_first
 from fasim.engine.cache import entry, inline
-from fasim.engine.common import NO_TRACE, Blocked, TraceWindow, deadlock, sort_trace
+from fasim.engine.common import NO_TRACE, Blocked, TraceWindow, beyond_tensor, deadlock, sort_trace
 from fasim.engine.instructions import (
+    arrival,
     arrive,
+    arrive_later,
     end_role,
     issue_copy,
     issue_mma,
@@ -28,13 +30,17 @@ from fasim.engine.instructions import (
 )
 from fasim.engine.state import (
     ALIVE,
+    APART,
+    BAD_LINE,
     BIN_SHIFT,
     BLOCKED,
     COMMITS,
     COUNTS,
     DONE_AT,
+    DRAWN,
     ENDS,
     EVENTS,
+    FAULT,
     FULL_FROM,
     FULL_UNTIL,
     GROUP_ENDS,
@@ -123,7 +129,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                     bar = next_barrier(agent, row)
                     first, ranks = (0, m.cluster) if row[im.M_PAIR] == 1 else (sm, 1)
                     for r in range(first, first + ranks):
-                        push(st, g, done, -1 - ((r * m.slots + c % m.slots) * m.barriers + bar))
+                        push(st, g, done, arrival(m, st, g, r * m.slots + c % m.slots, bar))
             elif oldest > now:
                 nxt = oldest
             else:
@@ -171,7 +177,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                     if other == c:
                         arrive(m, p, st, g, c, bar, now)
                     else:
-                        push(st, g, now + m.remote_latency, -1 - (other * m.barriers + bar))
+                        push(st, g, now + m.remote_latency, arrival(m, st, g, other, bar))
             else:
                 needed = n // row[im.M_STAGES] + 1 - row[im.B_AHEAD]
                 if st.barrier[g, c, bar, PHASES] < needed:
@@ -250,7 +256,7 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
                 pop(st, g)
                 if a < 0:
                     st.scalars[EVENTS] += 1
-                    arrive(m, p, st, g, (-1 - a) // m.barriers, (-1 - a) % m.barriers, now)
+                    arrive_later(m, p, st, g, a, now)
                     continue
                 agent = st.agent[g, a]
                 if agent[SINCE] >= 0:
@@ -267,7 +273,7 @@ def prepare() -> None:
     """Compile the engine, or load it, by running an empty grid."""
     machine = Machine(*(1 for _ in Machine._fields))._replace(grid=0)
     flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
-    nothing = Image(machine, table, cube, flat, table, table, flat, flat, table, flat, 0, (), (), (), (), ())
+    nothing = Image(machine, table, cube, flat, table, table, flat, flat, table, flat, flat, 0, (), (), (), (), ())
     run(nothing)
 
 
@@ -283,6 +289,10 @@ def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | 
     _run(m, new_program(image, window), st, memory)
     if st.scalars[STATUS] == OVERFLOW:
         raise ModelError("a role starts copies or MMAs faster than its barriers can account for them (agenda overflow)")
+    if st.scalars[STATUS] == BAD_LINE:
+        raise beyond_tensor(image.names[st.scalars[FAULT]])
+    if st.scalars[STATUS] == APART:
+        raise ModelError(f"roles of a CTA are more than {DRAWN} work tiles apart; couple them by a barrier")
     ticks = int(st.scalars[LAST])
     stuck = np.argwhere(st.agent[:, :, DONE_AT] == RUNNING)
     if len(stuck):

@@ -10,15 +10,19 @@ from fasim.engine.cache import inline, jit
 from fasim.engine.state import (
     ABSORBED,
     ALIVE,
+    APART,
     ARRIVED,
     AS_OF,
+    BAD_LINE,
     BLOCKED,
     CLUSTER,
     COUNTS,
     DONE_AT,
     DRAWN,
     DRAWS,
+    EGRESS_FREE,
     ENDS,
+    FAULT,
     FREE,
     FULL_UNTIL,
     INGRESS_FREE,
@@ -46,6 +50,7 @@ from fasim.engine.state import (
     RUNNING,
     SEQUENCE,
     SINCE,
+    STATUS,
     STORES_DONE,
     TILES,
     TMA_FREE,
@@ -55,6 +60,13 @@ from fasim.engine.state import (
 )
 from fasim.image import IntArray, Machine
 from fasim.run import UNIT_SLICE
+
+
+@inline
+def arrival(m: Machine, st: State, g: int, c: int, bar: int) -> int:
+    """The agenda's target for a later arrival: barrier ``bar`` of CTA ``c``, as long as that CTA lives."""
+    barriers = m.cluster * m.slots * m.barriers
+    return int(-1 - (st.slot[g, c % m.slots, CLUSTER] * barriers + c * m.barriers + bar))
 
 
 @inline
@@ -71,6 +83,15 @@ def arrive(m: Machine, p: Program, st: State, g: int, c: int, bar: int, now: int
         if agent[BLOCKED] == bar and agent[NEEDED] <= barrier[PHASES]:
             agent[BLOCKED] = FREE
             push(st, g, now + p.code[agent[WAITS_IN], im.B_WAKE], a)
+
+
+@inline
+def arrive_later(m: Machine, p: Program, st: State, g: int, target: int, now: int) -> None:
+    """An arrival comes due; one meant for a CTA that has ended is lost."""
+    barriers = m.cluster * m.slots * m.barriers
+    c = (-1 - target) % barriers // m.barriers
+    if st.slot[g, c % m.slots, CLUSTER] == (-1 - target) // barriers:
+        arrive(m, p, st, g, c, (-1 - target) % m.barriers, now)
 
 
 @jit
@@ -178,6 +199,9 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
     nth = COUNTS + m.counters + tensor
     line = p.line_base[tensor] + p.tiles[agent[ROW], row[im.C_COLUMN]] + row[im.C_STEP] * agent[nth]
     agent[nth] += 1
+    if line < p.line_base[tensor] or line >= p.line_end[tensor]:
+        st.scalars[STATUS], st.scalars[FAULT] = BAD_LINE, row[im.K_NAME]
+        return now
     start = now
     threads = row[im.C_ENGINE] == 1
     if not threads:
@@ -191,8 +215,9 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
     into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT
     go_on = start + row[im.C_ISSUE]
     if kind != im.LOAD:
-        out = (nbytes * m.egress_rate) >> im.RATE_SHIFT
-        agent[STORES_DONE] = max(agent[STORES_DONE], start + out + m.store_latency)
+        out = max(start, st.sm[g, sm, EGRESS_FREE]) + ((nbytes * m.egress_rate) >> im.RATE_SHIFT)
+        st.sm[g, sm, EGRESS_FREE] = out
+        agent[STORES_DONE] = max(agent[STORES_DONE], max(out, done) + m.store_latency)
         return go_on
     latency = m.thread_latency if threads else m.tma_latency
     first, ranks = sm, 1
@@ -213,7 +238,7 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
     bar = next_barrier(agent, row)
     slot = c % m.slots
     for r in range(first, first + ranks):
-        push(st, g, done, -1 - ((r * m.slots + slot) * m.barriers + bar))
+        push(st, g, done, arrival(m, st, g, r * m.slots + slot, bar))
     return go_on
 
 
@@ -241,6 +266,11 @@ def take_tile(m: Machine, p: Program, st: State, g: int, a: int, row: IntArray, 
             tile = cluster if j == 0 else st.scalars[NEXT_TILE]
             if j > 0:
                 st.scalars[NEXT_TILE] += 1
+            for other in range(m.cluster * m.slots * m.agents):
+                peer = st.agent[g, other]
+                in_slot = other // m.agents % m.slots == slot
+                if in_slot and peer[DONE_AT] == RUNNING and peer[SEQUENCE] + DRAWN <= j:
+                    st.scalars[STATUS], st.scalars[FAULT] = APART, row[im.K_NAME]
             drawn[TILES + j % DRAWN] = tile
             drawn[DRAWS] = j + 1
             for rank in range(m.cluster):

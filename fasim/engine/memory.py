@@ -93,7 +93,8 @@ def access(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, k
     """Serve one request at tick ``now``; returns the tick at which L2 has sent or taken the data.
 
     Latencies of the way to and from the SM are the caller's. Writes take L2 bandwidth, become
-    resident, and take HBM bandwidth for their eventual write-back without delaying the writer.
+    resident, and take HBM bandwidth for their write-back, which delays the writer once a whole L2 is
+    waiting to be written.
     """
     s = m.scalars
     rate = machine.reduce_rate if kind == REDUCE else machine.l2_rate
@@ -110,7 +111,8 @@ def access(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, k
             s[HBM_WRITE] += nbytes
             s[HBM_FREE] = max(now, s[HBM_FREE]) + ((nbytes * machine.hbm_rate) >> RATE_SHIFT)
             _insert(m, line, nbytes, done, machine.l2_bytes)
-        return done
+        # L2 can hold what HBM has not taken yet, but no more than its capacity
+        return max(done, s[HBM_FREE] - ((machine.l2_bytes * machine.hbm_rate) >> RATE_SHIFT))
     s[L2_READ] += nbytes
     if resident:
         s[HITS] += 1

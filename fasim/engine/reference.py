@@ -15,7 +15,7 @@ import simpy
 
 from fasim import image as im
 from fasim.engine import memory as mem
-from fasim.engine.common import NO_TRACE, SCHEDULER, Blocked, TraceWindow, deadlock, sort_trace
+from fasim.engine.common import NO_TRACE, SCHEDULER, Blocked, TraceWindow, beyond_tensor, deadlock, sort_trace
 from fasim.image import Image, RawResult
 from fasim.run import REASONS, UNIT_SLICE
 
@@ -35,6 +35,7 @@ class Sm:
     absorbed: int = 0  # of the running MMA, see image.M_ABSORB
     tma_free: int = 0
     ingress_free: int = 0
+    egress_free: int = 0
 
     def settle(self, now: int, credit: int) -> None:
         """Let the running MMA absorb delay since the last look."""
@@ -322,6 +323,8 @@ class ReferenceEngine:
         line = int(self.image.line_base[tensor] + self.image.tiles[agent.row, row[im.C_COLUMN]])
         line += row[im.C_STEP] * agent.address.get(tensor, 0)
         agent.address[tensor] = agent.address.get(tensor, 0) + 1
+        if not self.image.line_base[tensor] <= line < self.image.line_end[tensor]:
+            raise beyond_tensor(self.image.names[row[im.K_NAME]])
         start = now
         if not row[im.C_ENGINE]:
             start = max(now, sm.tma_free)
@@ -332,8 +335,8 @@ class ReferenceEngine:
         self.count(row[im.K_ACTIVITY], start, 1)
         into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT
         if kind != im.LOAD:
-            out = (nbytes * m.egress_rate) >> im.RATE_SHIFT
-            agent.stores_done = max(agent.stores_done, start + out + m.store_latency)
+            sm.egress_free = max(start, sm.egress_free) + ((nbytes * m.egress_rate) >> im.RATE_SHIFT)
+            agent.stores_done = max(agent.stores_done, max(sm.egress_free, done) + m.store_latency)
         else:
             ranks = range(m.cluster) if row[im.C_MULTICAST] else (agent.sm,)
             latency = m.thread_latency if row[im.C_ENGINE] else m.tma_latency
@@ -365,15 +368,20 @@ class ReferenceEngine:
     def complete_later(self, agent: Agent, ranks: range | tuple[int, ...], barrier: int, when: int) -> None:
         """An asynchronous arrival at ``barrier`` of the CTAs ``ranks`` at tick ``when``."""
         for rank in ranks:
-            cta = self.slots[agent.group][agent.slot].ctas[rank]
+            slot = self.slots[agent.group][agent.slot]
             event = self.env.event()
-            event.callbacks.append(lambda _, cta=cta: self.completed(cta, barrier))  # type: ignore[misc]
+            event.callbacks.append(
+                lambda _, cta=slot.ctas[rank], slot=slot, cluster=slot.cluster: self.completed(  # type: ignore[misc]
+                    cta, barrier, slot.cluster == cluster
+                )
+            )
             self.schedule(event, agent.group, when - self.now)
 
-    def completed(self, cta: Cta, barrier: int) -> None:
-        """An asynchronous arrival happens."""
+    def completed(self, cta: Cta, barrier: int, alive: bool) -> None:
+        """An asynchronous arrival comes due; one meant for a CTA that has ended is lost."""
         self.events += 1
-        self.arrive(cta, barrier)
+        if alive:
+            self.arrive(cta, barrier)
 
     def arrive(self, cta: Cta, barrier: int) -> None:
         """One arrival; the last one of a phase wakes the waiting roles in their order."""
@@ -465,6 +473,7 @@ class ReferenceEngine:
         if self.next_cta < self.m.grid:
             self.start_cta(agent.group, agent.slot, self.now + self.m.turnover)
         else:
+            slot.cluster = -1
             self.full_until = self.now if self.full_until is None else min(self.full_until, self.now)
 
     # --- accounting ------------------------------------------------------------------------

@@ -37,9 +37,9 @@ RUNNING = -2
 
 # Columns of State.sm: the next free tick of each pipe, then until when the tensor core runs asynchronous
 # MMAs, the delay that the next MMA instruction pays (ticks owed, negative: absorbed in advance; as of
-# when; the running MMA's M_ABSORB), and the next free tick of the TMA and of the way into shared memory.
-MMA_UNTIL, OWED, AS_OF, ABSORBED, TMA_FREE, INGRESS_FREE = range(len(im.PIPES), len(im.PIPES) + 6)
-SM_FIELDS = len(im.PIPES) + 6
+# when; the running MMA's M_ABSORB), and the next free tick of the TMA and of the ways into and out of shared memory.
+MMA_UNTIL, OWED, AS_OF, ABSORBED, TMA_FREE, INGRESS_FREE, EGRESS_FREE = range(len(im.PIPES), len(im.PIPES) + 7)
+SM_FIELDS = len(im.PIPES) + 7
 
 # Columns of State.barrier: arrivals in the current phase, completed phases
 ARRIVED, PHASES = range(2)
@@ -57,8 +57,9 @@ SIZE, PUSHED, WANTS_AT, WANTS_AGENT = range(4)
 NEVER = 2**62
 
 # State.scalars
-NEXT_CTA, NEXT_TILE, EVENTS, FULL_FROM, FULL_UNTIL, TRACED, TRUNCATED, BIN_SHIFT, STATUS, LAST = range(10)
-OK, OVERFLOW = 0, 1
+NEXT_CTA, NEXT_TILE, EVENTS, FULL_FROM, FULL_UNTIL, TRACED, TRUNCATED, BIN_SHIFT, STATUS, LAST, FAULT = range(11)
+# STATUS; FAULT is the name of the instruction that a status other than OK is about
+OK, OVERFLOW, BAD_LINE, APART = range(4)
 
 
 class State(NamedTuple):
@@ -92,6 +93,7 @@ class Program(NamedTuple):
     need: Any
     tiles: Any
     line_base: Any
+    line_end: Any
     trace_from: int
     trace_until: int
 
@@ -114,7 +116,7 @@ def new_state(image: Image, window: TraceWindow) -> State:
         heap=zeros(m.groups, events, 3),
         group=zeros(m.groups, 4),
         order=np.arange(m.groups, dtype=np.int64),
-        scalars=zeros(10),
+        scalars=zeros(11),
         bins=zeros(im.BINS, len(image.activity) + 1),
         stalls=zeros(m.agents, len(REASONS)),
         trace=zeros(window.limit, im.TRACE_COLUMNS),
@@ -143,5 +145,6 @@ def new_program(image: Image, window: TraceWindow) -> Program:
         image.need,
         image.tiles,
         image.line_base,
+        image.line_end,
         *window.ticks,
     )

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.errors import ConfigError
-from fasim.numerics.exp2 import MUFU, Array, Exp2, Float32, exp2
-from fasim.numerics.formats import round_probabilities
+from fasim.numerics.exp2 import MUFU, Exp2, exp2
+from fasim.numerics.formats import Array, Float32, round_probabilities
 
 Bool = npt.NDArray[np.bool_]
 
@@ -134,7 +134,7 @@ def attention_tiled(
     q: Array,
     k: Array,
     v: Array,
-    softmax: Softmax = Softmax(),  # noqa: B008  (frozen)
+    softmax: Softmax = Softmax(),
     *,
     causal: bool = False,
     scale: float | None = None,

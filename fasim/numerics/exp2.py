@@ -11,12 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from fasim.errors import ConfigError
-
-Array = npt.NDArray[np.floating]
-Float32 = npt.NDArray[np.float32]
+from fasim.numerics.formats import Array, Float32, round_significand
 
 #: Cubic of FlashAttention-4, lowest power first (its source code; the paper prints 1, 0.6951, 0.2276, 0.0771).
 FA4_CUBIC = (1.0, 0.69514614, 0.22756439, 0.07711909)
@@ -32,6 +29,9 @@ MINIMAX: dict[int, tuple[float, ...]] = {
 
 #: Fraction bits of the MUFU model.
 _MUFU_BITS = 22
+
+#: Exponent of the smallest normal float32.
+_MIN_EXPONENT = -126
 
 _CLAMP = np.float32(-127.0)
 
@@ -75,9 +75,9 @@ def exp2_mufu(x: Array) -> Float32:
     The unit's tables are not public. The model's largest relative error is 2^-23 = 1.2e-7; measured on hardware:
     1.41e-7 (arXiv 2603.05451, table 2); guaranteed for ``ex2.approx.ftz.f32``: 2^-22 (PTX ISA).
     """
-    mantissa, exponent = np.frexp(np.exp2(np.asarray(x, np.float32).astype(np.float64)))
-    rounded = np.ldexp(np.rint(np.ldexp(mantissa, _MUFU_BITS + 1)), exponent - _MUFU_BITS - 1).astype(np.float32)
-    return np.where(rounded < np.finfo(np.float32).tiny, np.float32(0.0), rounded)
+    exact = np.exp2(np.asarray(x, np.float32).astype(np.float64))
+    rounded = round_significand(exact, _MUFU_BITS, _MIN_EXPONENT)
+    return np.where(rounded < 2.0**_MIN_EXPONENT, 0.0, rounded).astype(np.float32)
 
 
 def exp2_polynomial(x: Array, coefficients: tuple[float, ...] = FA4_CUBIC) -> Float32:

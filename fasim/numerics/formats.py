@@ -17,6 +17,10 @@ from fasim.errors import ConfigError, did_you_mean
 
 Array = npt.NDArray[np.floating]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+#: Exponent field of a float64.
+_EXPONENT_BITS = np.int64(0x7FF << 52)
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,19 @@ def round_to(x: Array, format: str) -> Float32:
     if format not in FORMATS:
         raise ConfigError(f"unknown number format '{format}'{did_you_mean(format, FORMATS)}")
     kind = FORMATS[format]
-    exact = np.asarray(x, np.float64)
-    _, exponent = np.frexp(exact)
-    spacing = np.maximum(exponent - 1, kind.min_exponent) - kind.fraction_bits
-    rounded = np.ldexp(np.rint(np.ldexp(exact, -spacing)), spacing)
+    rounded = round_significand(np.asarray(x, np.float64), kind.fraction_bits, kind.min_exponent)
     limit = kind.largest if kind.saturates else np.inf
-    beyond = np.abs(rounded) > kind.largest
-    return np.where(beyond, np.copysign(limit, rounded), rounded).astype(np.float32)
+    return np.where(np.abs(rounded) > kind.largest, np.copysign(limit, rounded), rounded).astype(np.float32)
+
+
+def round_significand(x: Float64, fraction_bits: int, min_exponent: int) -> Float64:
+    """``x`` rounded to ``fraction_bits`` after the leading bit, ties to even; same spacing below 2^min_exponent."""
+    finite = np.clip(x, -(2.0**200), 2.0**200)  # far beyond every format, so that infinity stays out of the sums
+    binade = np.maximum((finite.view(np.int64) & _EXPONENT_BITS).view(np.float64), 2.0**min_exponent)
+    # The sum's last bit weighs 2^-fraction_bits of the binade, so that adding is rounding.
+    anchor = binade * (1.5 * 2.0 ** (52 - fraction_bits))
+    rounded: Float64 = (finite + anchor) - anchor
+    return rounded
 
 
 def quantise(x: Array, format: str, block: tuple[int, int] | None = None) -> Float32:
@@ -88,7 +98,8 @@ def quantise(x: Array, format: str, block: tuple[int, int] | None = None) -> Flo
         return round_to(x, format)
     magnitude = np.max(np.abs(x), initial=0.0) if block is None else _block_max(x, block)
     scale = _positive(np.asarray(magnitude, np.float32) / np.float32(FORMATS[format].largest))
-    return round_to(np.asarray(x, np.float32) / scale, format) * scale
+    quantised: Float32 = round_to(np.asarray(x, np.float32) / scale, format) * scale
+    return quantised
 
 
 def round_probabilities(p: Array, format: str) -> Float32:
@@ -127,7 +138,8 @@ def _nvfp4(x: Array, largest: float) -> Float32:
     block_max = _block_max(x, (1, NVFP4_BLOCK)) / np.float32(FORMATS["e2m1"].largest)
     # A block whose scale rounds to 0 holds values below the format's range: they become 0.
     scale = round_to(block_max / tensor_scale, "e4m3") * tensor_scale
-    return round_to(np.asarray(x, np.float32) / _positive(scale), "e2m1") * scale
+    quantised: Float32 = round_to(np.asarray(x, np.float32) / _positive(scale), "e2m1") * scale
+    return quantised
 
 
 def _block_max(x: Array, block: tuple[int, int]) -> Float32:

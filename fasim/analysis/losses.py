@@ -1,0 +1,101 @@
+"""From the chip's peak to what was achieved: where each share of the time goes.
+
+The cycles of a run are split into the useful ones (unmasked FLOPs at the dense peak on all SMs) and losses. Most losses
+are counterfactuals: the run is repeated on machines from which one cause after another has been taken away, and a loss
+is what its removal saves *after the ones before it are gone*. So the losses add up exactly, and the order matters:
+what two causes share is charged to the earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fasim.analysis.bounds import problem_of
+from fasim.analysis.compare import busy_cycles
+from fasim.analysis.whatif import INFINITE, INTERFERENCE, RESOURCES, Resource, faster, scaled
+from fasim.arch import Arch
+from fasim.run import Run
+
+_DISTANCE = Resource("the way to L2", (), ("l2.latency_cycles",))
+
+#: Machines in the order in which causes are taken away; each keeps what the ones before it took.
+STEPS: tuple[tuple[str, str], ...] = (
+    ("launch and ramp", "launch, CTA start and turnover take no time"),
+    ("memory", "HBM, L2 and copies infinitely fast, no latency"),
+    ("MMA interference", "MMA and vector work do not slow each other down"),
+    ("barriers and dependencies", "barriers and result latencies (MMA completion too) take no time"),
+    ("unit contention", "vector pipes, issue, shared and tensor memory infinitely fast"),
+    ("MMA rate", "mma.sync as fast as the peak, no overhead or issue interval per MMA"),
+)
+
+#: Step at whose machine the time that does not grow with the keys is measured: it splits "unit contention".
+FILL_STEP = 3
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cycles of a run that went into one cause; ``how`` is the counterfactual or accounting behind it."""
+
+    name: str
+    cycles: float
+    percent: float
+    how: str
+
+
+def machines(arch: Arch, dtype: str) -> list[tuple[str, ...]]:
+    """Overrides of the machine of each of STEPS, on top of what ``arch`` was loaded with."""
+    tensor = arch.sm.tensor
+    peak = tensor.flops_per_cycle.get("bf16" if dtype in ("fp8", "fp4") else dtype, tensor.mma_sync_flops_per_cycle)
+    overhead = Resource("MMA overhead", (), tuple(p for p in RESOURCES["tensor"].times))
+    takes: tuple[tuple[str, ...], ...] = (
+        faster(arch, "launch"),
+        (*(text for name in ("hbm", "l2", "tma") for text in faster(arch, name)), *scaled(arch, _DISTANCE, INFINITE)),
+        scaled(arch, INTERFERENCE, INFINITE),
+        (*faster(arch, "barriers"), *faster(arch, "latency")),
+        tuple(text for name in ("mufu", "fma", "alu", "issue", "lsu", "smem", "tmem") for text in faster(arch, name)),
+        (*scaled(arch, overhead, INFINITE), f"sm.tensor.mma_sync_flops_per_cycle={peak!r}"),
+    )
+    return [tuple(text for take in takes[: i + 1] for text in take) for i in range(len(takes))]
+
+
+def losses(run: Run, arch: Arch, without: Sequence[Run], longer: Run) -> tuple[float, tuple[Loss, ...]]:
+    """Useful per cent of the cycles of ``run`` on ``arch``, and its losses; together 100.
+
+    ``without[i]`` is the run on the machine of STEPS[i], ``longer`` the one of ``FILL_STEP`` with twice the keys.
+    """
+    problem = problem_of(run)
+    useful = problem.exact_flops() / (arch.sm.tensor.flops_per_cycle[problem.dtype] * arch.chip.sm_count)
+    ends = [mean_end(run), *map(mean_end, without)]
+    found = [("tail wave", run.cycles - ends[0], "accounting: SMs that are done while others still run")]
+    for i, (name, how) in enumerate(STEPS):
+        cycles = ends[i] - ends[i + 1]
+        if i == FILL_STEP + 1:
+            fill = _constant_cycles(without[FILL_STEP], longer)
+            found.append(("fill and drain", fill, "extrapolation: what stays of the time with no keys at all"))
+            cycles -= fill
+        found.append((name, cycles, how))
+    tensor = busy_cycles(without[-1])["tensor"]
+    found.append(("code", ends[-1] - tensor, "remainder: fixed delays of the schedule (branches, instruction fetch)"))
+    found.append(("masked waste", tensor - useful, "accounting: FLOPs on masked and padded elements, recomputation"))
+    shares = (Loss(name, cycles, 100 * cycles / run.cycles, how) for name, cycles, how in found)
+    return 100 * useful / run.cycles, tuple(shares)
+
+
+def mean_end(run: Run) -> float:
+    """Cycle at which a CTA slot runs out of work, averaged over slots; kernels of a sequence add up."""
+    kernels = run.meta["kernels"]
+    total = 0.0
+    for kernel, cycles in zip(kernels, run.meta["kernel_cycles"], strict=True):
+        tails = [
+            shares["tail"] for role, shares in run.stalls.items() if len(kernels) == 1 or role.startswith(f"{kernel}.")
+        ]
+        total += cycles * (1 - min(tails) / 100)
+    return total
+
+
+def _constant_cycles(run: Run, longer: Run) -> float:
+    """Time of ``run`` that does not grow with its tensor work, from a second run with more of it."""
+    work, more = busy_cycles(run)["tensor"], busy_cycles(longer)["tensor"]
+    end = mean_end(run)
+    return end - (mean_end(longer) - end) * work / (more - work)

@@ -1,0 +1,95 @@
+"""The bounds of a run as text.
+
+How to read it: *needed* are cycles that any kernel spends on a unit at its peak rate, *executed* those of this
+schedule's work; no run is shorter than the largest of them. Below is the arithmetic of one head, naive against fused.
+"""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fasim.analysis.bounds import Bounds, Story
+from fasim.run import Run
+from fasim.views.common import provenance
+
+
+def render_bounds(run: Run, bounds: Bounds, *, heads: int, layers: int) -> RenderableType:
+    """Bounds of ``run``; memory for backward is counted for ``heads`` (batch x heads) and ``layers`` too."""
+    head = Text()
+    head.append(" · ".join(provenance(run)) + "\n", style="cyan")
+    head.append(f"{run.cycles:,.0f} cycles", style="bold")
+    head.append(f", {bound_text(bounds)}; any kernel needs {bounds.needed_cycles:,.0f}")
+    return Group(
+        head,
+        Text(),
+        Text("Cycles at peak rate", style="bold"),
+        _units(bounds),
+        Text(),
+        Text("Memory traffic and the roofline", style="bold"),
+        _traffic(bounds),
+        Text(),
+        Text("One head: naive against fused", style="bold"),
+        _story(bounds.story, heads, layers),
+    )
+
+
+def bound_text(bounds: Bounds) -> str:
+    """The bound in one phrase, such as "at least 1,051,231 cycles by tensor (83.8 % of the run)"."""
+    limit = bounds.limit
+    share = 100 * limit.executed_cycles / bounds.cycles
+    return f"at least {limit.executed_cycles:,.0f} cycles by {limit.unit} ({share:.1f} % of the run)"
+
+
+def _grid(*heads: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=bool(any(heads)))
+    for position, head in enumerate(heads):
+        table.add_column(head, justify="right" if position else "left")
+    return table
+
+
+def _units(bounds: Bounds) -> Table:
+    table = _grid("unit", "needed", "executed", "% of run", "% steady")
+    for bound in sorted(bounds.units, key=lambda bound: -bound.executed_cycles):
+        table.add_row(
+            Text(bound.unit, style="bold red" if bound is bounds.limit else ""),
+            "" if bound.needed_cycles is None else f"{bound.needed_cycles:,.0f}",
+            f"{bound.executed_cycles:,.0f}",
+            f"{100 * bound.executed_cycles / bounds.cycles:.1f}",
+            "" if bound.steady_percent is None else f"{bound.steady_percent:.1f}",
+        )
+    return table
+
+
+def _traffic(bounds: Bounds) -> Table:
+    table = _grid("", "")
+    side = "compute" if bounds.simulated_intensity > bounds.story.ridge else "memory"
+    table.add_row("HBM traffic, minimal", _bytes(bounds.minimal_hbm_bytes))
+    table.add_row("HBM traffic, simulated", _bytes(bounds.simulated_hbm_bytes))
+    table.add_row("arithmetic intensity", f"{bounds.simulated_intensity:,.0f} FLOP/byte")
+    table.add_row("ridge", f"{bounds.story.ridge:,.0f} FLOP/byte, so this run is on the {side} side")
+    return table
+
+
+def _story(story: Story, heads: int, layers: int) -> Table:
+    table = _grid("", "naive", "fused")
+    table.add_row("intensity, FLOP/byte", f"{story.naive_intensity:,.0f}", f"{story.fused_intensity:,.0f}")
+    arithmetic = f"{1e6 * story.arithmetic_s:.1f} us"
+    table.add_row("arithmetic of one head", arithmetic, arithmetic)
+    ratio = story.naive_traffic_s / story.arithmetic_s
+    table.add_row("passes over S and P", f"{1e6 * story.naive_traffic_s:.1f} us = {ratio:.1f} x arithmetic", "none")
+    for count, what in ((1, "head"), (heads, f"layer ({heads} heads)"), (heads * layers, f"model ({layers} layers)")):
+        kept = (_bytes(count * story.naive_kept_bytes), _bytes(count * story.fused_kept_bytes))
+        table.add_row(f"kept for backward, {what}", *kept)
+    table.add_row("backward FLOPs / forward", *[f"{story.backward_flops_ratio:g}"] * 2)
+    room = f"{story.tile_bytes / 1024:.0f} of {story.smem_bytes / 1024:.0f} KiB of SMEM"
+    table.add_row("tile: Q, K, V and FP32 scores", "", room)
+    return table
+
+
+def _bytes(count: float) -> str:
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

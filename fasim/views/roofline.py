@@ -1,0 +1,68 @@
+"""The roofline of a chip with a run on it: TFLOP/s over FLOP per byte of HBM traffic, as PNG or SVG.
+
+How to read it: under the slanted roof HBM is the limit, under the flat one the tensor cores. The run stands at the
+traffic that was simulated, "minimal" at every tensor crossing HBM once, "naive" where S and P make their round trips.
+The dashed line is what the MUFU allows at one exponential per score.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fasim.analysis.bounds import Bounds
+from fasim.run import Run
+from fasim.views.common import atomic_output, check_suffix, provenance
+from fasim.views.plot import SUFFIXES
+
+_INK, _ROOF, _POINT, _CEILING = "#222222", "#0072B2", "#D55E00", "#009E73"
+
+
+def plot_roofline(run: Run, bounds: Bounds, path: str | Path) -> None:
+    """Draw the roofline of ``run`` at its clock. Raises ConfigError for another suffix or an unwritable path."""
+    path = Path(path)
+    check_suffix(path, SUFFIXES, "picture")
+
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    peak = 100 * run.tflops / run.peak_percent
+    ridge = bounds.story.ridge
+    needed = {bound.unit: bound.needed_cycles for bound in bounds.units}
+    places = {
+        "naive": bounds.story.naive_intensity,
+        "minimal": bounds.simulated_intensity * bounds.simulated_hbm_bytes / bounds.minimal_hbm_bytes,
+    }
+    x = np.geomspace(min(8.0, *places.values()) / 2, 4 * max(ridge, *places.values(), bounds.simulated_intensity), 200)
+    with rc_context({"svg.hashsalt": "fasim", "font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(7.5, 4.6), facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0.1, 0.13, 0.87, 0.74))
+        axes.loglog(x, np.minimum(peak, peak * x / ridge), color=_ROOF, linewidth=2)
+        axes.text(x[-1], peak * 1.05, f"tensor {peak:.0f} TFLOP/s", ha="right", va="bottom", color=_ROOF)
+        axes.text(x[3], peak * x[3] / ridge * 1.25, "HBM", color=_ROOF)
+        if needed["mufu"] and needed["tensor"] and needed["mufu"] > 0.05 * needed["tensor"]:
+            ceiling = peak * needed["tensor"] / needed["mufu"]
+            axes.axhline(ceiling, color=_CEILING, linestyle="--", linewidth=1)
+            axes.text(x[3], ceiling * 1.05, f"MUFU {ceiling:.0f}", color=_CEILING, va="bottom")
+        for label, intensity in places.items():
+            axes.axvline(intensity, color="#999999", linestyle=":", linewidth=1)
+            axes.text(intensity * 1.06, peak / 300, label, color="#666666", rotation=90, va="bottom")
+        axes.plot([bounds.simulated_intensity], [run.tflops], "o", color=_POINT, markersize=8)
+        axes.annotate(
+            f"{run.tflops:.0f}", (bounds.simulated_intensity, run.tflops), (0, -16), textcoords="offset points",
+            ha="center", color=_POINT,
+        )  # fmt: skip
+        axes.set_ylim(peak / 400, peak * 2)
+        axes.set_xlabel("FLOP per byte of HBM traffic", color=_INK)
+        axes.set_ylabel("TFLOP/s", color=_INK)
+        figure.suptitle(" · ".join(provenance(run)), x=0.1, ha="left", fontsize=11, color=_INK)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        creator = f"fasim {run.meta.get('fasim_version', '')}"
+        svg = path.suffix.lower() == ".svg"
+        metadata = {"Creator": creator, "Date": None} if svg else {"Software": creator}
+        with atomic_output(path) as file:
+            figure.savefig(file, format=path.suffix[1:].lower(), dpi=160, metadata=metadata)

@@ -1,0 +1,324 @@
+"""FlashAttention-4 forward: Blackwell kernels with accumulators in tensor memory, and their Hopper sisters.
+
+Blackwell, head dims up to 128 and (192, 128): a CTA owns two tiles of 128 query rows. One thread issues every MMA, in
+the order PV0 QK0 PV1 QK1; S, P and O live in tensor memory, P in the upper half of the columns of its S. Each softmax
+warpgroup takes one tile, a thread a row, and writes P in parts: PV starts when three quarters are there. A correction
+warpgroup rescales O beside the critical path, only where a maximum grew by more than a threshold, and does the epilogue.
+The paper's four moves have a switch each: ``exp2_emulation`` (some exponentials as a polynomial on the FMA pipe),
+``conditional_rescale``, ``two_cta`` (MMAs over pairs of SMs that share K and V), ``accumulator``.
+Head dim 256 is a kernel of its own (``_fa4_d256.py``), and so are Hopper's (``_fa4_hopper.py``).
+
+Sources: flash_attn/cute of Dao-AILab/flash-attention at 0251105a (flash_fwd_sm100.py, sm100_hd256_2cta_fmha_forward.py,
+flash_fwd_sm90.py, softmax.py, tile_scheduler.py, interface.py) for tiles, roles, barriers, order and the tuning table;
+instruction counts from the disassembly of that build (nvidia-cutlass-dsl 4.8.1). More in docs/schedules/fa4.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from fasim.arch import Arch
+from fasim.errors import ConfigError
+from fasim.library import schedule
+from fasim.problem import Problem
+from fasim.schedule import Kernel, Ring, Role
+
+from ._fa4_d256 import d256_kernel
+from ._fa4_grid import Order, grid, rescales
+from ._fa4_hopper import hopper_kernel
+from ._fa4_parts import (
+    FRAGMENT,
+    ROWS,
+    Config,
+    Tile,
+    commit,
+    leader,
+    load,
+    mma,
+    operands,
+    rescale,
+    setup,
+    softmax_role,
+    store_output,
+    tile_barriers,
+)
+
+SMEM_BYTES = 224 * 1024  # for Q, K, V and O; barriers and scales of O have the rest
+
+#: Cycles of one block of 256 x 128, about the same in every kernel up to (192, 128) because a dependency chain sets
+#: them (2050 to 2600 by FA4's counters). Only used for the part of the shared-memory port that fills take.
+LOOP_CYCLES = 2300.0
+
+#: Share of blocks that rescale O below 16 bits, where the threshold is 0. Random inputs give nearly all; FA4's counters
+#: refute that: FP8 has 17 (B200) and 8 (B300) FMA-pipe instructions a block and sub-core more than BF16, a rescale 128.
+NARROW_RESCALE_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A row of the real kernel's table: registers, and which exponentials are emulated.
+
+    Pair k (even) of a fragment of 32 is emulated where k mod frequency >= frequency - residue, in the fragments from
+    ``start`` to the last but one of a row.
+    """
+
+    softmax: int
+    correction: int
+    frequency: int
+    residue: int = 4
+    start: int = 1
+
+
+#: (two_cta, causal, head_dim) -> tuning.
+TUNING = {
+    (True, False, 128): Tuning(176, 88, 10),
+    (False, True, 128): Tuning(192, 72, 16),
+    (False, False, 128): Tuning(192, 80, 16),
+    (True, False, 192): Tuning(184, 80, 16, start=0),
+    (False, True, 192): Tuning(192, 72, 32),
+    (False, False, 192): Tuning(192, 80, 16),
+}
+TUNING_SMALL = {16: Tuning(200, 64, 16), 8: Tuning(168, 96, 16)}  # head_dim below 96, by bits
+TUNING_256 = Tuning(256, 160, 14, 6, 0)
+
+
+@schedule(architectures=("hopper", "blackwell"), dtypes=("bf16", "fp16", "fp8", "fp4"))
+def fa4(
+    problem: Problem,
+    arch: Arch,
+    *,
+    exp2_emulation: Annotated[bool | None, "some exp2 as polynomials; default: on where EX2 is slow (B200)"] = None,
+    emulation_frequency: Annotated[int | None, "period of emulation in a fragment; default: tuning table"] = None,
+    emulation_residue: Annotated[int | None, "elements emulated per period; default: tuning table"] = None,
+    emulation_start: Annotated[int | None, "first fragment with emulation; default: tuning table"] = None,
+    conditional_rescale: Annotated[bool, "rescale O only where a maximum grew by more than the threshold"] = True,
+    rescale_threshold: Annotated[float | None, "growth in powers of two; default: 8, or 0 below 16 bits"] = None,
+    rescale_rate: Annotated[float | None, "share of blocks that rescale; default: random inputs, FP8 0.1"] = None,
+    two_cta: Annotated[bool | None, "MMAs over pairs of CTAs; default: as the real interface decides"] = None,
+    accumulator: Annotated[Literal["tmem", "registers"], "registers: what if there were no tensor memory"] = "tmem",
+    query_tiles: Annotated[int | None, "tiles of 128 query rows per CTA; default: 2 where there are rows"] = None,
+    early_p: Annotated[float, "share of P that PV waits for before it starts"] = 0.75,
+    hardware_row_max: Annotated[bool | None, "row maximum comes with the TMEM load; default: B300"] = None,
+    mma_order: Annotated[Literal["interleaved", "grouped"], "PV0 QK0 PV1 QK1, or PV0 PV1 QK0 QK1"] = "interleaved",
+    scheduler: Annotated[Literal["static", "lpt", "clc"] | None, "default: static; lpt for a causal mask"] = None,
+    pack_gqa: Annotated[bool | None, "heads of a group share a query tile; default: where there are groups"] = None,
+    softmax: Annotated[bool, "off: no maximum, exponential, sum; data movement and barriers stay"] = True,
+) -> Kernel:
+    """FlashAttention-4 forward: TMEM accumulators, two query tiles, emulated exp2; CuTe kernels on Hopper."""
+    packed = problem.group > 1 if pack_gqa is None else pack_gqa
+    if arch.architecture == "hopper":
+        given = dict(exp2_emulation=exp2_emulation, two_cta=two_cta, query_tiles=query_tiles, scheduler=scheduler)
+        given |= dict(emulation_frequency=emulation_frequency, hardware_row_max=hardware_row_max)
+        if used := [name for name, value in given.items() if value not in (None, False)]:
+            raise ConfigError(f"fa4 on {arch.name}: knob '{used[0]}' is for Blackwell only")
+        return hopper_kernel(problem, arch, packed)
+    d, dv = problem.head_dim, problem.head_dim_v
+    big, tmem = d == 256, accumulator == "tmem"
+    if d % 16 or dv % 16 or not (max(d, dv) <= 128 or (d, dv) in ((192, 128), (256, 256))):
+        raise ConfigError(f"fa4: no kernel for head_dim {d}, head_dim_v {dv} (has up to 128, (192, 128), (256, 256))")
+    if big and not (tmem and problem.bits == 16):
+        raise ConfigError("fa4: the kernel of head_dim 256 is for 16-bit types and accumulators in tensor memory")
+    rows = problem.seqlen_q * (problem.group if packed else 1)
+    queries = query_tiles or (1 if big or rows <= ROWS else 2)
+    if queries > (1 if big else 2):
+        raise ConfigError(f"fa4: query_tiles {queries} (choices: {'1' if big else '1, 2'})")
+    pairs = d in (128, 192) and not problem.causal and rows > 2 * ROWS and queries == 2 and tmem
+    pairs = (pairs and not (packed and ROWS % problem.group)) or big
+    pair = pairs if two_cta is None else two_cta
+    if pair and not pairs:
+        raise ConfigError(
+            "fa4: two_cta is for head_dim 128 and 192, no mask, two query tiles, more than 256 query rows"
+        )
+    if big and not pair:
+        raise ConfigError("fa4: the kernel of head_dim 256 has no version without two_cta")
+    table = _tuning(problem, pair, packed)
+    frequency = table.frequency if emulation_frequency is None else emulation_frequency
+    residue = table.residue if emulation_residue is None else emulation_residue
+    start = table.start if emulation_start is None else emulation_start
+    if frequency < 1:
+        raise ConfigError(f"fa4: emulation_frequency {frequency}: at least 1 (exp2_emulation=off switches it off)")
+    slow_exp2 = arch.sm.mufu.ops_per_cycle < arch.sm.alu.ops_per_cycle / 2
+    emulate = softmax and (slow_exp2 if exp2_emulation is None else exp2_emulation)
+    n = 128 if tmem else 64  # 128 columns of S beside 128 of O do not fit a thread's registers
+    parts = n // FRAGMENT
+    fills = problem.element_bytes * n * (d + dv) / (2 if pair else 1)
+    c = Config(
+        d=d,
+        dv=dv,
+        n=n,
+        dtype=problem.dtype,
+        bits=problem.bits,
+        queries=queries,
+        ctas=2 if pair else 1,
+        registers=(table.softmax, table.correction) if tmem else (n + dv + n // 2 + 16, 0),
+        emulated=_emulated(parts, frequency, residue, start) if emulate else (0,) * parts,
+        early=parts if big or not tmem else min(parts, max(1, round(early_p * parts))),
+        hardware_max=arch.compute_capability == "10.3" if hardware_row_max is None else hardware_row_max,
+        softmax=softmax,
+        tmem=tmem,
+        grouped=mma_order == "grouped",
+        fill_share=fills / (fills + arch.sm.smem.bytes_per_cycle * LOOP_CYCLES * n / 128),
+    )
+    narrow = problem.bits < 16
+    if narrow and rescale_threshold is None and rescale_rate is None:
+        rescale_rate = NARROW_RESCALE_RATE
+    threshold = (0.0 if narrow else 8.0) if rescale_threshold is None else rescale_threshold
+    order: Order = "single" if big else scheduler or ("lpt" if problem.causal else "static")
+    knobs: dict[str, object] = dict(exp2_emulation=emulate, emulation_frequency=frequency, emulation_residue=residue)
+    knobs |= dict(emulation_start=start, conditional_rescale=conditional_rescale, rescale_threshold=threshold)
+    knobs |= dict(rescale_rate=rescale_rate, two_cta=pair, accumulator=accumulator, query_tiles=queries)
+    knobs |= dict(early_p=c.early / parts, hardware_row_max=c.hardware_max, mma_order=mma_order, scheduler=order)
+    knobs |= dict(pack_gqa=packed, softmax=softmax)
+    k = Kernel("fa4", problem, arch, knobs, cluster=c.ctas, max_ctas_per_sm=1, launch_registers=128)
+    grid(k, ROWS * queries * c.ctas, n, order, packed, queries, halves=2 if big else 1)
+    rescales(k, n, ROWS * c.ctas, conditional_rescale, threshold, rescale_rate)
+    return d256_kernel(k, c) if big else _kernel(k, c)
+
+
+def _tuning(problem: Problem, pair: bool, packed: bool) -> Tuning:
+    """Row of the real kernel's table; FP8 has entries of its own, and FP4 is taken as FP8."""
+    d, narrow = problem.head_dim, problem.bits < 16
+    if d == 256:
+        return TUNING_256
+    if d < 96:
+        return TUNING_SMALL[8 if narrow else 16]
+    row = TUNING[pair, problem.causal, 192 if d > 128 else 128]
+    if narrow and pair and d <= 128:
+        row = replace(row, softmax=160, correction=72)
+    if narrow and problem.causal and d <= 128:
+        row = replace(row, frequency=8)
+    if packed and not problem.causal:
+        row = replace(row, frequency=10)
+    return row
+
+
+def _emulated(parts: int, frequency: int, residue: int, start: int) -> tuple[int, ...]:
+    """Emulated pairs per fragment: 6 of 16 for (10, 4), which in the two middle fragments are 24 of 128 elements."""
+    pairs = sum(k % frequency >= frequency - residue for k in range(0, FRAGMENT, 2))
+    return tuple(pairs if start <= part < parts - 1 else 0 for part in range(parts))
+
+
+def _kernel(k: Kernel, c: Config) -> Kernel:
+    """The kernel of head dims up to 128 and (192, 128)."""
+    o_bytes = 2 * ROWS * c.dv
+    alias = c.d > 128  # O reuses the space of Q
+    room = SMEM_BYTES - c.queries * (c.size(ROWS * c.d) + (0 if alias else o_bytes))
+    stage = c.size(c.n * max(c.d, c.dv) // c.ctas)
+    stages = max(3, room // stage)  # (192, 128) without pairs fits three of the two sizes in turn
+    q_ring, kv_ring, k_tensor, v_tensor = operands(k, c, min(stage, room // stages), stages)
+    k.smem("O", c.queries * o_bytes, aliases="Q" if alias else None)
+    k.smem("scales", 2 * ROWS * 2 * 4)
+    o_tensor = k.tensor("O", k.tile_count * c.queries, o_bytes, "q", 1)
+    if c.tmem:
+        k.tmem_columns = 512  # S0, S1, O0, O1; the kernel allocates all
+    tiles = [tile_barriers(k, c, str(i)) for i in range(c.queries)]
+    others = 512 - 2 * c.registers[0] - c.registers[1]
+
+    with k.role("load", warps=1, registers=others) as r:
+        setup(r)
+        with r.tiles(draws=True):
+            load(r, kv_ring, k_tensor)
+            for tile in tiles if alias else ():
+                r.wait_barrier(tile.stored, reason="empty", ahead=1)
+            for _ in tiles:
+                load(r, q_ring, q_ring.tensor)
+            load(r, kv_ring, v_tensor)
+            with r.loop("steps"):
+                load(r, kv_ring, k_tensor)
+                load(r, kv_ring, v_tensor)
+    with k.role("mma", warps=1, registers=others) as r:
+        _mma_role(k, r, c, tiles, q_ring, kv_ring)
+    for i, tile in enumerate(tiles):
+        with k.role(f"softmax{i}", warpgroups=1, registers=c.registers[0]) as r:
+            softmax_role(r, c, tile)
+    if c.tmem:
+        with k.role("correction", warpgroups=1, registers=c.registers[1]) as r:
+            _correction_role(r, c, tiles)
+    with k.role("epilogue", warps=1, registers=others) as r:
+        setup(r)
+        with r.tiles():
+            for tile in tiles:
+                r.wait_barrier(tile.staged, reason="full", label="wait O")
+                r.copy("store O", o_tensor, o_bytes, "store", boxes=-(-c.dv // 64))
+            r.wait_copies("store", "wait O store")
+            for tile in tiles:
+                r.arrive(tile.stored)
+    return k
+
+
+def _mma_role(k: Kernel, r: Role, c: Config, tiles: list[Tile], q_ring: Ring, kv_ring: Ring) -> None:
+    """The one thread that issues all MMAs. K of the next block is needed before V of this one is free."""
+    setup(r)
+    with r.tiles(), leader(k, r, c, q_ring, kv_ring) as wait:
+        wait(kv_ring)
+        for tile in tiles:
+            wait(q_ring)
+            _qk(r, c, tile)
+        commit(r, c, kv_ring.empty)
+        with r.loop("steps"):
+            wait(kv_ring)
+            for tile in tiles:
+                _pv(r, c, tile)
+                if not c.grouped:
+                    if tile is tiles[-1]:
+                        commit(r, c, kv_ring.empty)
+                    if tile is tiles[0]:
+                        wait(kv_ring)
+                    _qk(r, c, tile)
+            if c.grouped:
+                commit(r, c, kv_ring.empty)
+                wait(kv_ring)
+                for tile in tiles:
+                    _qk(r, c, tile)
+            commit(r, c, kv_ring.empty)
+        for _ in tiles:
+            commit(r, c, q_ring.empty)
+        wait(kv_ring)
+        for tile in tiles:
+            _pv(r, c, tile)
+            commit(r, c, tile.output)
+        commit(r, c, kv_ring.empty)
+
+
+def _qk(r: Role, c: Config, tile: Tile) -> None:
+    mma(r, c, "QK", c.n, -(-c.d // c.depth), tile.scores)
+
+
+def _pv(r: Role, c: Config, tile: Tile) -> None:
+    """O += P V in two parts, as P arrives."""
+    count = c.n // c.depth
+    early = round(count * c.early / len(c.emulated))
+    r.wait_barrier(tile.ready, reason="full")
+    mma(r, c, "PV", c.dv, early)
+    if c.early < len(c.emulated):
+        r.wait_barrier(tile.last, reason="full")
+        mma(r, c, "PV", c.dv, count - early)
+
+
+def _correction_role(r: Role, c: Config, tiles: list[Tile]) -> None:
+    """Rescales O where needed and writes it out. A tile's scale slot is freed after the other tile's is handled."""
+    setup(r)
+    for tile in tiles:
+        r.arrive(tile.ready, scope=c.scope, label="O free")
+    with r.tiles():
+        for tile in tiles:  # the first block has nothing to rescale
+            r.wait_barrier(tile.stats)
+        r.arrive(tiles[0].read)
+        for trips, needed in (("rescaled", True), ("kept", False)):
+            with r.loop(trips):
+                for tile, other in zip(tiles, reversed(tiles), strict=True):
+                    r.wait_barrier(tile.stats)
+                    r.vector("vote", {"lds": 1, "alu": 3, "misc": 4}, latency={"smem": 1, "alu": 2})
+                    if needed:
+                        rescale(r, c)
+                    r.arrive(tile.ready, scope=c.scope)
+                    r.arrive(other.read)
+        if len(tiles) > 1:
+            r.arrive(tiles[1].read)
+        for tile in tiles:
+            r.wait_barrier(tile.stats)
+            r.arrive(tile.read)
+            r.wait_barrier(tile.output, reason="full", label="wait O")
+            store_output(r, c, tile)
+            r.arrive(tile.ready, scope=c.scope, label="O free")
