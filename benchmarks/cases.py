@@ -13,7 +13,7 @@ class Case(NamedTuple):
 
     title: str
     shape: dict[str, object]  # of fasim.problem.Problem
-    seconds: float  # limit for the time inside simulate()
+    seconds: float  # limit for the CPU time inside simulate()
     engine: str = "compiled"
     overrides: tuple[str, ...] = ()
     trace_sms: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 class Cost(NamedTuple):
     """What a simulation took."""
 
-    seconds: float  # inside simulate()
+    seconds: float  # of CPU, inside simulate()
     events: int
     megabytes: float  # peak resident memory of the process, Python and Numba included
 
@@ -57,9 +57,9 @@ prepare()
 trace = TraceSpec(sms=tuple(sms)) if sms else None
 times = []
 for _ in range(repeats):
-    start = time.perf_counter()
+    start = time.process_time()
     run = simulate(schedule, problem, arch, engine=engine, trace=trace)
-    times.append(time.perf_counter() - start)
+    times.append(time.process_time() - start)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 print(json.dumps({"seconds": min(times), "events": run.events, "megabytes": peak}))
 """

@@ -22,6 +22,7 @@ def _engine():
 
 @pytest.mark.parametrize("case", SHORT, ids=[case.title for case in SHORT])
 def test_simulate(benchmark, case):
+    """A whole simulation."""
     schedule, problem, arch = load_schedule("fa3"), Problem(**case.shape), load_arch("h200")
     trace = TraceSpec(sms=case.trace_sms) if case.trace_sms else None
     run = benchmark.pedantic(simulate, (schedule, problem, arch), {"trace": trace}, rounds=3)
@@ -30,5 +31,6 @@ def test_simulate(benchmark, case):
 
 @pytest.mark.parametrize("case", SHORT, ids=[case.title for case in SHORT])
 def test_build_and_lower(benchmark, case):
+    """What comes before the engine."""
     schedule, problem, arch = load_schedule("fa3"), Problem(**case.shape), load_arch("h200")
     benchmark.pedantic(lambda: lower_all(schedule.build(problem, arch, {}), 1500.0), rounds=3)

@@ -152,7 +152,7 @@ class AsyncMma(_Table):
     kind: Literal["wgmma", "tcgen05"]
     issue_interval_cycles: PositiveFloat
     """Between two instructions of one warp while the queue has room."""
-    max_in_flight: PositiveInt
+    max_in_flight: Annotated[int, Field(gt=0, le=32)]
     """Instructions in flight at which the next one blocks at issue."""
     completion_cycles: NonNegativeFloat
     """From the last multiply-add to the waiting warp running again, commit and wait included."""

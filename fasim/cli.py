@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fasim import __version__, cli_explain
+from fasim import __version__, cli_explain, cli_numerics
 from fasim.console import (
     console_for,
     format_value,
@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "fasim validate --data validation/data/h200_fa3_ablations.csv --effects",
     ),
     **cli_explain.EXAMPLES,
+    **cli_numerics.EXAMPLES,
     "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
     "arch": ("fasim arch check arch_models/h100.toml", "fasim arch schema > arch.schema.json"),
 }
@@ -238,6 +239,8 @@ def validate(
 
 app.command(epilog=_examples("compare"))(cli_explain.compare)
 app.command(epilog=_examples("bounds"))(cli_explain.bounds)
+app.command(epilog=_examples("explain"))(cli_explain.explain)
+app.command(epilog=_examples("numerics"))(cli_numerics.numerics)
 
 
 @list_app.command("archs", epilog=_examples("list"))

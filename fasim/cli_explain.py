@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fasim.console import console_for, note, parse_assignments, write_text
+from fasim.console import console_for, note, parse_assignments, progress_bar, write_text
 from fasim.errors import ConfigError, ToleranceError
 from fasim.options import (
     ArchOption,
@@ -48,6 +48,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bounds": (
         "fasim bounds fa3 --arch h100 --seqlen 8192 --plot roofline.svg",
         "fasim bounds fa3 --arch h200 --head-dim 64 --causal",
+    ),
+    "explain": (
+        "fasim explain fa3 --arch h100",
+        "fasim explain fa3 --arch h200 --batch 1 --seqlen 2048 --head-dim 64 --ideal --json why.json",
     ),
 }
 
@@ -237,3 +241,64 @@ def bounds(
     if json_path is not None:
         data = {"schema_version": 1, **asdict(found), "limit": found.limit.unit, "needed_cycles": found.needed_cycles}
         write_text(json_path, json.dumps({**data, "meta": run.meta}, indent=2, sort_keys=True) + "\n")
+
+
+def explain(
+    schedule: ScheduleArgument,
+    arch: ArchOption,
+    direction: Direction = None,
+    batch: Batch = None,
+    seqlen: Seqlen = None,
+    seqlen_k: SeqlenK = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    causal: Causal = None,
+    dtype: Dtype = None,
+    clock: ClockOption = None,
+    knob: KnobOption = None,
+    overrides: SetOption = None,
+    ideal: Annotated[bool, typer.Option("--ideal", help="Also with each resource infinitely fast.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU unless given.")] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Say why SCHEDULE takes as long as it does: losses from peak to achieved, and what faster resources gain."""
+    problem = make_problem(
+        direction=direction,
+        batch=batch,
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        dtype=dtype,
+    )
+    knobs = tuple(parse_assignments("--knob", knob).items())
+
+    from fasim.engine.compiled import prepare
+    from fasim.studies.batch import Job
+    from fasim.studies.explain import explain as study
+    from fasim.views.explain_report import render_gains, render_losses, verdict
+
+    with announced():
+        prepare()  # here, so that the processes find it stored
+    with progress_bar() as progress:
+        bar = progress.add_task("simulating", total=None)
+        found = study(
+            Job(schedule, problem, arch, tuple(overrides or ()), knobs, clock),
+            ideal=ideal,
+            processes=jobs,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    gains = {gain.resource: (gain.meaning, gain.tenth_percent, gain.ideal_percent) for gain in found.gains}
+    out = console_for(stderr=json_path == "-")
+    out.print(render_losses(found.run, found.useful_percent, found.losses))
+    out.print()
+    out.print(render_gains(gains))
+    out.print()
+    out.print(verdict(found.run, found.losses, gains), style="bold")
+    if json_path is not None:
+        write_text(json_path, json.dumps(found.to_dict(), indent=2, sort_keys=True) + "\n")

@@ -134,6 +134,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     counted = np.zeros(len(PIPES))
     inter = sm.interference
     sync = sm.mma_sync_interference
+    slot = interval(arch, "misc")
     delay = stalled = 0.0
     for name, count in op.mix.items():
         if name not in INSTRUCTION_PIPE:
@@ -141,8 +142,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
         n = count * per_core
         pipe = _PIPE_INDEX[INSTRUCTION_PIPE[name]]
         ii = interval(arch, name)
-        alone[P_ISSUE] += n
-        beside[P_ISSUE] += n
+        alone[P_ISSUE] += n * slot
+        beside[P_ISSUE] += n * slot
         if pipe == P_ISSUE:
             continue
         alone[pipe] += n * ii
@@ -204,6 +205,7 @@ class MmaDemand:
 
     tensor: float  # occupancy of the tensor core
     smem: float  # operand reads at the shared-memory port
+    held: float = 0.0  # part of ``tensor`` in which fills hold the port
 
 
 def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
@@ -228,7 +230,9 @@ def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
     if op.a == "smem":
         operand += op.m * op.k * element / share
     smem = operand / arch.sm.smem.bytes_per_cycle
-    return MmaDemand(max(math_cycles, smem / (1.0 - op.fill_share)) + tensor.async_mma.overhead_cycles, smem)
+    alone = max(math_cycles, smem)
+    held = max(math_cycles, smem / (1.0 - op.fill_share)) - alone
+    return MmaDemand(alone + held + tensor.async_mma.overhead_cycles, smem, held)
 
 
 def mma_absorption(op: Mma, arch: Arch) -> float:

@@ -138,10 +138,10 @@ def _known_names(kernel: Kernel, role: Role, op: Op) -> None:
 
 
 def _limits(kernel: Kernel, role: Role, op: Op) -> None:
-    """What the engines keep count of is bounded: MMA groups a role can wait behind, empty groups."""
+    """What the engines keep count of is bounded: MMA groups a role can wait behind."""
     where = f"{kernel.name}: role '{role.name}', operation '{op.label}'"
-    if isinstance(op, Mma) and op.count < 1:
-        raise ModelError(f"{where}: an MMA group needs at least one instruction, got {op.count}")
+    if isinstance(op, Mma) and op.count < 0:
+        raise ModelError(f"{where}: an MMA group of {op.count} instructions")
     if isinstance(op, WaitMma) and not 0 <= op.pending < MAX_PENDING:
         raise ModelError(f"{where}: pending {op.pending} is outside 0 to {MAX_PENDING - 1}")
 

@@ -1,7 +1,7 @@
 """The Hopper kernels of FlashAttention-4: the structure of FA3, not persistent, written in the CuTe DSL.
 
-One warp loads; two or three consumer warpgroups of 64 rows issue QK of a block and PV of the last back to back (ping-pong
-by named barriers), then compute the softmax of the block. Other than FA3's: a CTA per tile, K and V in tiles of 128
+One warp loads; two or three consumer warpgroups of 64 rows issue QK of a block and PV of the last back to back
+(ping-pong by named barriers), then compute the softmax of the block. Other than in FA3: a CTA per tile, blocks of 128
 keys at head dim 128 with or without a mask, no clusters, O through the space of Q.
 """
 
@@ -14,7 +14,7 @@ from fasim.errors import ConfigError
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
-from ._fa4_grid import grid
+from ._fa4_grid import Order, grid
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     shape = found[problem.causal]
     warpgroups = shape.m // 64
     registers = REGISTERS[warpgroups]
-    order = "lpt" if problem.causal else "single"
+    order: Order = "lpt" if problem.causal else "single"
     knobs: dict[str, object] = dict(tile_m=shape.m, tile_n=shape.n, scheduler=order, pack_gqa=packed)
     k = Kernel("fa4", problem, arch, knobs, max_ctas_per_sm=1, launch_registers=registers[2])
     grid(k, shape.m, shape.n, order, packed)

@@ -1,4 +1,4 @@
-"""Parts of the Blackwell kernels of FlashAttention-4: configuration, barriers, rings, and what the roles do per block."""
+"""Parts of FlashAttention-4's Blackwell kernels: configuration, barriers, rings, and what the roles do per block."""
 
 from __future__ import annotations
 
@@ -219,9 +219,8 @@ def _probabilities(r: Role, c: Config, tile: Tile) -> None:
     """Exponentials, conversion and store of P, fragment by fragment, released in two parts.
 
     Per pair of elements: FFMA2 (scale), two EX2 or, emulated, 2 FMNMX (clamp), 3 FADD2, 3 FFMA2 and 2 IMAD; F2FP.
-    The quarter-rate conversions to FP8, packed by PRMT, do not hide behind the exponentials of their fragment; that
-    they add to them is a fit to FA4's counters. FP4, which no kernel has: a scale per 16 elements is assumed, one FMNMX3
-    and one FMUL2 a pair.
+    The slow conversions to FP8, packed by PRMT, do not hide behind the exponentials of their fragment: a fit to FA4's
+    counters. FP4, which no kernel has: a scale per 16 elements is assumed, one FMNMX3 and one FMUL2 a pair.
     """
     pack = {8: {"alu": FRAGMENT / 4}, 4: {"fmnmx": FRAGMENT / 2, "ffma2": FRAGMENT / 2}}.get(c.bits, {})
     convert = {"f2fp8" if c.bits == 8 else "f2fp": FRAGMENT / 2}

@@ -15,15 +15,16 @@ E = tile_n / 2 elements and 2 rows, E+4 FMNMX, E+2 FFMA, E+2 EX2, E FADD, dv/2+4
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import numpy as np
+from typing import Annotated, Literal
 
 from fasim.arch import Arch
 from fasim.errors import BudgetError, ConfigError
 from fasim.library import schedule
+from fasim.ops import BarrierUse, Copy
 from fasim.problem import Problem
-from fasim.schedule import Barrier, Kernel, Ring, Role
+from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
+
+from ._fa3_grid import combine, grid, plan
 
 #: (head_dim up to, head_dim_v up to, causal) -> tile_m, tile_n, P in registers. tile_size.h
 TILES = {
@@ -68,12 +69,9 @@ LOOP_CYCLES = 90.0
 #: 512-byte pieces a warp at a time. 28 KiB at d128 are 14 pieces a warp.
 TRANSPOSE_STEPS = 7
 
-#: Shared-memory wavefronts of the transposition per 128 bytes: 1.74 for ldmatrix and 1.9 for stmatrix at d128
-#: (h200_counters.csv, op_ld and op_st over the V blocks of a run).
-TRANSPOSE_WAVEFRONTS = 1.8
-
-#: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
-L2_SECTION_BYTES = 32 * 2**20
+#: head_dim_v up to -> shared-memory wavefronts of the transposition per 128 bytes, bank conflicts included. Mean of
+#: ldmatrix (1.23, 1.74, 1.82) and stmatrix (1.68, 1.90, 2.57): h200_counters.csv, op_ld and op_st per V block.
+TRANSPOSE_WAVEFRONTS = {64: 1.45, 128: 1.8, 256: 2.2}
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,7 @@ class Config:
     rescale_early: bool
     fp8: bool
     two_level: bool
+    output: Literal["tma", "threads", "partial"]  # how O leaves; partial: one split's share in FP32
 
     @property
     def element(self) -> int:
@@ -139,7 +138,8 @@ def fa3(
     persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True,
     early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
     two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False,
-) -> Kernel:
+    splits: Annotated[int, "parts the keys of a tile are split into; 0: FlashAttention-3's heuristic"] = 1,
+) -> list[Kernel]:
     """FlashAttention-3 forward on Hopper: ping-pong warpgroups, QK and softmax overlapped."""
     d, dv = problem.head_dim, problem.head_dim_v
     fp8 = problem.dtype == "fp8"
@@ -163,7 +163,11 @@ def fa3(
         pingpong = (warpgroups >= 2 and ordered) if overlap else warpgroups == 2
     if pingpong and warpgroups < 2:
         raise ConfigError("fa3: pingpong needs two consumer warpgroups (tile_m >= 128)")
-    m_blocks = -(-problem.seqlen_q // m)
+    if splits < 0:
+        raise ConfigError(f"fa3: splits {splits}: 0 (heuristic), 1 (off) or more")
+    cut = plan(problem, arch, m, n, splits)
+    m_blocks = cut.m_blocks(problem)
+    persistent = persistent and cut.splits == 1
     if cluster is None:
         shared = 128 < d <= 192 if fp8 else d >= 128
         cluster = 2 if shared and not problem.causal and m_blocks % 2 == 0 and persistent else 1
@@ -172,8 +176,25 @@ def fa3(
     limit = min(head for head in EARLY_EXP if head >= max(d, dv))
     early = early_exp if early_exp is not None else FP8_EARLY_EXP if fp8 else EARLY_EXP[limit] * in_registers
     rescale_early = max(d, dv) > 128 and overlap and not fp8
+    output: Literal["tma", "threads", "partial"] = (
+        "partial" if cut.splits > 1 else "threads" if cut.group > 1 else "tma"
+    )
     cfg = Config(
-        m, n, d, dv, stages, pingpong, overlap, in_registers, exp, early, warpgroups, rescale_early, fp8, two_level
+        m,
+        n,
+        d,
+        dv,
+        stages,
+        pingpong,
+        overlap,
+        in_registers,
+        exp,
+        early,
+        warpgroups,
+        rescale_early,
+        fp8,
+        two_level,
+        output,
     )
     _check_registers(cfg, arch)
 
@@ -182,11 +203,13 @@ def fa3(
     k = Kernel(
         "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
     )
-    _grid(k, cfg, persistent)
+    grid(k, cut, persistent)
+    rows = min(m, cut.rows(problem))  # of a tile, that exist
     q_bytes, kv_rows = cfg.element * m * d, cfg.element * n
     shared = cluster > 1
     boxes, v_boxes = -(-d * cfg.element // 128), -(-dv * cfg.element // 128)  # a TMA box is 128 bytes wide
-    q_ring = k.ring(k.tensor("Q", k.tile_count, q_bytes, "q"), q_bytes, 1, consumers=warpgroups, boxes=boxes)
+    q_tensor = k.tensor("Q", cut.pairs(problem) * m_blocks, q_bytes * rows // m, "q")
+    q_ring = k.ring(q_tensor, q_bytes, 1, consumers=warpgroups, boxes=boxes)
     blocks = -(-problem.seqlen_k // n)
     lines = problem.batch * problem.heads_kv * blocks * cluster
     k_tensor = k.tensor("K", lines, kv_rows * d // cluster, "kv", -cluster)
@@ -198,7 +221,10 @@ def fa3(
     if fp8:  # V lands as it is and is transposed into a ring of its own
         full, empty = k.barrier("Vt.full", 1, stages), k.barrier("Vt.empty", warpgroups, stages)
         v_ring = Ring(k.smem("Vt", kv_rows * dv, stages), full, empty, v_tensor, 0, False, 0)
-    o_tensor = k.tensor("O", k.tile_count, 2 * m * dv, "q")
+    if output == "partial":
+        o_tensor = k.tensor("O.partial", cut.pairs(problem) * m_blocks * cut.splits, 4 * rows * dv, "partial")
+    else:
+        o_tensor = k.tensor("O", k.tile_count, 2 * rows * dv, "q")
     k.smem("O", 2 * m * dv, aliases=v_ring.buffer.name)
     if not in_registers:
         k.smem("P", 2 * m * n)
@@ -206,13 +232,13 @@ def fa3(
     turn = k.turns("turn", warpgroups)
     epilogue = k.barrier("epilogue", warpgroups, named=True)
 
-    with k.role("producer", warps=4 if fp8 else 1, registers=REGISTERS[warpgroups][0]) as p:
+    with k.role("producer", warps=4 if fp8 or cut.group > 1 else 1, registers=REGISTERS[warpgroups][0]) as p:
         p.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")  # barriers, setmaxnreg
         with p.tiles(draws=True):
             if fp8:
                 p.load(v_loads)
             p.load(k_ring)
-            p.load(q_ring)
+            _load_q(p, q_ring, packed=cut.group > 1)
             p.wait_barrier(o_free, reason="empty", ahead=1)
             for trips in ("masked", "full"):
                 with p.loop(trips):
@@ -256,7 +282,7 @@ def fa3(
                     c.arrive(turn, "next", label="pass turn")
                 c.release(q_ring)
             _store_output(c, cfg, epilogue, o_tensor, o_free)
-    return k
+    return [k, combine(problem, arch, cut)] if cut.splits > 1 else [k]
 
 
 def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Barrier, masked: bool) -> None:
@@ -306,6 +332,16 @@ def _serial_step(
     c.delay("loop", LOOP_CYCLES, "issue")
 
 
+def _load_q(p: Role, ring: Ring, packed: bool) -> None:
+    """One TMA copy; rows of several heads are gathered by cp.async of the producer warpgroup."""
+    if not packed:
+        p.load(ring)
+        return
+    p.wait_barrier(ring.empty, reason="empty", ahead=1, label="wait Q empty")
+    use = BarrierUse(ring.full.name, 1, "Q.load")
+    p.record(Copy("load Q", ring.tensor.name, ring.tensor.line_bytes, "load", "threads", use))
+
+
 def _transpose(p: Role, cfg: Config, loads: Ring, ring: Ring) -> None:
     """The producer warpgroup transposes the oldest V block: ldmatrix.trans, byte permutes, stmatrix.
 
@@ -316,7 +352,7 @@ def _transpose(p: Role, cfg: Config, loads: Ring, ring: Ring) -> None:
     p.wait_barrier(ring.empty, reason="empty", ahead=1, label=f"wait {name} empty")
     moves = nbytes / 512 / p.warps
     mix = {"lds": moves, "sts": moves, "alu": 4 * moves}
-    smem_bytes = 2 * nbytes * TRANSPOSE_WAVEFRONTS
+    smem_bytes = 2 * nbytes * next(waves for dv, waves in TRANSPOSE_WAVEFRONTS.items() if cfg.dv <= dv)
     p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": TRANSPOSE_STEPS})
     p.arrive(ring.full, label=f"{name} full")
     p.release(loads)
@@ -369,17 +405,23 @@ def _p_to_smem(c: Role, cfg: Config) -> None:
         c.vector("store P", {"sts": 2 * 64 * cfg.n / 512 / 4}, smem_bytes=2 * 64 * cfg.n, latency={"smem": 1})
 
 
-def _store_output(c: Role, cfg: Config, epilogue: Barrier, o_tensor: object, o_free: Barrier) -> None:
-    """Row sums, 1/l, O to 16 bit, through shared memory and out by TMA; the last warpgroup sends it."""
+def _store_output(c: Role, cfg: Config, epilogue: Barrier, o: Tensor, o_free: Barrier) -> None:
+    """Row sums, 1/l, O to 16 bit, through shared memory and out; the last warpgroup sends it (TMA) or all do.
+
+    A split's share goes out in FP32 straight from registers.
+    """
     c.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
     c.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
-    c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": cfg.dv / 4}, latency={"fma": 1})
-    c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
-    c.vector("store O", {"sts": 2 * 64 * cfg.dv / 512 / 4}, smem_bytes=2 * 64 * cfg.dv, latency={"smem": 1})
-    c.sync(epilogue, label="O complete")
+    converted = 0.0 if cfg.output == "partial" else cfg.dv / 4
+    c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": converted}, latency={"fma": 1})
+    if cfg.output != "partial":
+        c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
+        c.vector("store O", {"sts": 2 * 64 * cfg.dv / 512 / 4}, smem_bytes=2 * 64 * cfg.dv, latency={"smem": 1})
+        c.sync(epilogue, label="O complete")
     with c.only(-1):
-        c.copy("store O", o_tensor, 2 * cfg.m * cfg.dv, "store", boxes=-(-cfg.dv // 64))  # type: ignore[arg-type]
-        c.wait_copies("store", "wait O store")
+        c.copy("store O", o, o.line_bytes, "store", "tma" if cfg.output == "tma" else "threads", boxes=-(-cfg.dv // 64))
+        if cfg.output == "tma":
+            c.wait_copies("store", "wait O store")
         c.arrive(o_free, label="O stored")
 
 
@@ -392,42 +434,3 @@ def _check_registers(cfg: Config, arch: Arch) -> None:
             f"fa3 on {arch.name}: a consumer needs {needed:.0f} registers per thread for S {cfg.n // 2}, "
             f"O {cfg.dv // 2}{f', P {cfg.n // 4}' if cfg.in_registers else ''}; it has {limit}: use a smaller tile_n"
         )
-
-
-def _grid(k: Kernel, cfg: Config, persistent: bool) -> None:
-    """Work tiles: (m block, head, batch) in the scheduler's order, and their KV blocks."""
-    problem = k.problem
-    m_blocks = -(-problem.seqlen_q // cfg.m)
-    pairs = problem.batch * problem.heads_q
-    if not problem.causal:
-        k.mode = "static" if persistent else "single"
-        pair, block = (a.ravel() for a in np.mgrid[0:pairs, 0:m_blocks])
-    else:
-        # longest first inside an L2 section: block descending, (b, h) fastest
-        k.mode = "dynamic" if persistent else "single"
-        per_head = problem.seqlen_k * cfg.element * (cfg.d + cfg.dv)
-        section = 2 ** int(np.log2(max(1.0, L2_SECTION_BYTES / per_head))) * problem.group
-        order = [
-            (h, b)
-            for start in range(0, pairs, section)
-            for b in range(m_blocks - 1, -1, -1)
-            for h in range(start, min(start + section, pairs))
-        ]
-        pair, block = np.array(order).T
-    total = np.empty(m_blocks, dtype=np.int64)
-    masked = np.empty(m_blocks, dtype=np.int64)
-    for b in range(m_blocks):
-        total[b], masked[b] = problem.kv_blocks(b, cfg.m, cfg.n)
-    # the first iteration is peeled and always masked
-    blocks = -(-problem.seqlen_k // cfg.n)
-    batch, head = pair // problem.heads_q, pair % problem.heads_q
-    kv_head = batch * problem.heads_kv + head // problem.group
-    trips = np.maximum(total, 1)
-    more_masked = np.clip(masked - 1, 0, trips - 1)
-    rank = np.arange(len(pair)) % k.cluster
-    k.tiles = {
-        "masked": more_masked[block],
-        "full": (trips - 1 - more_masked)[block],
-        "q": np.arange(len(pair), dtype=np.int64),
-        "kv": (kv_head * blocks + trips[block] - 1) * k.cluster + rank,
-    }

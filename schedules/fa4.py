@@ -3,7 +3,7 @@
 Blackwell, head dims up to 128 and (192, 128): a CTA owns two tiles of 128 query rows. One thread issues every MMA, in
 the order PV0 QK0 PV1 QK1; S, P and O live in tensor memory, P in the upper half of the columns of its S. Each softmax
 warpgroup takes one tile, a thread a row, and writes P in parts: PV starts when three quarters are there. A correction
-warpgroup rescales O beside the critical path, only where a maximum grew by more than a threshold, and does the epilogue.
+warpgroup rescales O beside the critical path, only where a maximum grew above a threshold, and does the epilogue.
 The paper's four moves have a switch each: ``exp2_emulation`` (some exponentials as a polynomial on the FMA pipe),
 ``conditional_rescale``, ``two_cta`` (MMAs over pairs of SMs that share K and V), ``accumulator``.
 Head dim 256 is a kernel of its own (``_fa4_d256.py``), and so are Hopper's (``_fa4_hopper.py``).
@@ -45,6 +45,9 @@ from ._fa4_parts import (
 )
 
 SMEM_BYTES = 224 * 1024  # for Q, K, V and O; barriers and scales of O have the rest
+
+#: accumulator, mma_order, early_p, softmax, conditional_rescale
+BLACKWELL_DEFAULTS = ("tmem", "interleaved", 0.75, True, True)
 
 #: Cycles of one block of 256 x 128, about the same in every kernel up to (192, 128) because a dependency chain sets
 #: them (2050 to 2600 by FA4's counters). Only used for the part of the shared-memory port that fills take.
@@ -108,10 +111,11 @@ def fa4(
     """FlashAttention-4 forward: TMEM accumulators, two query tiles, emulated exp2; CuTe kernels on Hopper."""
     packed = problem.group > 1 if pack_gqa is None else pack_gqa
     if arch.architecture == "hopper":
-        given = dict(exp2_emulation=exp2_emulation, two_cta=two_cta, query_tiles=query_tiles, scheduler=scheduler)
-        given |= dict(emulation_frequency=emulation_frequency, hardware_row_max=hardware_row_max)
-        if used := [name for name, value in given.items() if value not in (None, False)]:
-            raise ConfigError(f"fa4 on {arch.name}: knob '{used[0]}' is for Blackwell only")
+        tuning = (exp2_emulation or None, emulation_frequency, emulation_residue, emulation_start, rescale_threshold)
+        choices = (rescale_rate, two_cta or None, query_tiles, hardware_row_max, scheduler)
+        others = (accumulator, mma_order, early_p, softmax, conditional_rescale)
+        if any(value is not None for value in (*tuning, *choices)) or others != BLACKWELL_DEFAULTS:
+            raise ConfigError(f"fa4 on {arch.name}: of the knobs only 'pack_gqa' exists on Hopper")
         return hopper_kernel(problem, arch, packed)
     d, dv = problem.head_dim, problem.head_dim_v
     big, tmem = d == 256, accumulator == "tmem"
@@ -130,15 +134,17 @@ def fa4(
         raise ConfigError(
             "fa4: two_cta is for head_dim 128 and 192, no mask, two query tiles, more than 256 query rows"
         )
-    if big and not pair:
-        raise ConfigError("fa4: the kernel of head_dim 256 has no version without two_cta")
-    table = _tuning(problem, pair, packed)
+    if big and not (pair and scheduler is None):
+        raise ConfigError("fa4: the kernel of head_dim 256 has no version without two_cta or with another scheduler")
+    slow_exp2 = arch.sm.mufu.ops_per_cycle < arch.sm.alu.ops_per_cycle / 2
+    table = _tuning(problem, pair, packed, slow_exp2)
     frequency = table.frequency if emulation_frequency is None else emulation_frequency
     residue = table.residue if emulation_residue is None else emulation_residue
     start = table.start if emulation_start is None else emulation_start
     if frequency < 1:
         raise ConfigError(f"fa4: emulation_frequency {frequency}: at least 1 (exp2_emulation=off switches it off)")
-    slow_exp2 = arch.sm.mufu.ops_per_cycle < arch.sm.alu.ops_per_cycle / 2
+    if rescale_rate is not None and not 0 <= rescale_rate <= 1:
+        raise ConfigError(f"fa4: rescale_rate {rescale_rate}: a share between 0 and 1")
     emulate = softmax and (slow_exp2 if exp2_emulation is None else exp2_emulation)
     n = 128 if tmem else 64  # 128 columns of S beside 128 of O do not fit a thread's registers
     parts = n // FRAGMENT
@@ -160,23 +166,24 @@ def fa4(
         grouped=mma_order == "grouped",
         fill_share=fills / (fills + arch.sm.smem.bytes_per_cycle * LOOP_CYCLES * n / 128),
     )
+    conditional = conditional_rescale and not big
     narrow = problem.bits < 16
     if narrow and rescale_threshold is None and rescale_rate is None:
         rescale_rate = NARROW_RESCALE_RATE
     threshold = (0.0 if narrow else 8.0) if rescale_threshold is None else rescale_threshold
     order: Order = "single" if big else scheduler or ("lpt" if problem.causal else "static")
     knobs: dict[str, object] = dict(exp2_emulation=emulate, emulation_frequency=frequency, emulation_residue=residue)
-    knobs |= dict(emulation_start=start, conditional_rescale=conditional_rescale, rescale_threshold=threshold)
+    knobs |= dict(emulation_start=start, conditional_rescale=conditional, rescale_threshold=threshold)
     knobs |= dict(rescale_rate=rescale_rate, two_cta=pair, accumulator=accumulator, query_tiles=queries)
     knobs |= dict(early_p=c.early / parts, hardware_row_max=c.hardware_max, mma_order=mma_order, scheduler=order)
     knobs |= dict(pack_gqa=packed, softmax=softmax)
     k = Kernel("fa4", problem, arch, knobs, cluster=c.ctas, max_ctas_per_sm=1, launch_registers=128)
     grid(k, ROWS * queries * c.ctas, n, order, packed, queries, halves=2 if big else 1)
-    rescales(k, n, ROWS * c.ctas, conditional_rescale, threshold, rescale_rate)
+    rescales(k, n, ROWS * c.ctas, conditional, threshold, rescale_rate)
     return d256_kernel(k, c) if big else _kernel(k, c)
 
 
-def _tuning(problem: Problem, pair: bool, packed: bool) -> Tuning:
+def _tuning(problem: Problem, pair: bool, packed: bool, slow_exp2: bool) -> Tuning:
     """Row of the real kernel's table; FP8 has entries of its own, and FP4 is taken as FP8."""
     d, narrow = problem.head_dim, problem.bits < 16
     if d == 256:
@@ -190,6 +197,8 @@ def _tuning(problem: Problem, pair: bool, packed: bool) -> Tuning:
         row = replace(row, frequency=8)
     if packed and not problem.causal:
         row = replace(row, frequency=10)
+    if not slow_exp2:
+        row = replace(row, softmax=176, correction=64 if problem.causal else 80)
     return row
 
 

@@ -179,9 +179,9 @@ def test_commit_arrives_at_a_barrier():
         s.vector("exp", {"ex2": 2})
     assert log(k) == [
         "100-108 mma: QK (issue)",
-        "100-184 softmax: wait S (dependency)",  # 164 + 10 completion + 10 to wake
+        "100-174 softmax: wait S (dependency)",  # 164 + 10 completion, waking up included
         "100-164 tensor: QK",
-        "184-200 softmax: exp (work)",
+        "174-190 softmax: exp (work)",
     ]
 
 
@@ -196,8 +196,8 @@ def test_a_pair_of_ctas_shares_one_mma():
         "100-164 SM0 tensor: QK",
         "100-108 SM1 mma: QK (issue)",
         "100-164 SM1 tensor: QK",  # SM0's MMA occupies both tensor cores,
-        "108-248 SM0 mma: both (barrier)",
-        "108-248 SM1 mma: both (barrier)",
+        "108-238 SM0 mma: both (barrier)",
+        "108-238 SM1 mma: both (barrier)",
         "164-228 SM0 tensor: QK",  # then SM1's
         "164-228 SM1 tensor: QK",
     ]

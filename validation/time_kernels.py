@@ -45,7 +45,7 @@ SHAPE = (
     "heads_kv",
     "head_dim",
 )
-TIMING = ("ms", "ms_min", "ms_max", "sm_clock_mhz", "tflops", "cycles", "iters", "graph", "set")
+TIMING = ("ms", "ms_min", "ms_max", "sm_clock_mhz", "tflops", "cycles", "iters", "graph", "set", "build")
 BURST_MS = 30.0
 SWEEP = tuple(itertools.product((64, 128), (64, 128), (2, 3), (4, 8)))
 COUNTERS = (
@@ -207,6 +207,7 @@ def time_case(case: Case) -> dict[str, Any]:
         "cycles": round(ms * 1e3 * clock),
         "iters": iters,
         "graph": 1,
+        "build": "pytorch" if case.kernel == "fa2" else "",
     }
 
 

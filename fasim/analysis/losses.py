@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fasim.analysis.bounds import problem_of
 from fasim.analysis.compare import busy_cycles
-from fasim.analysis.whatif import INFINITE, INTERFERENCE, RESOURCES, Resource, faster, scaled
+from fasim.analysis.whatif import INFINITE, RESOURCES, Resource, faster, scaled
 from fasim.arch import Arch
 from fasim.run import Run
 
@@ -25,12 +25,12 @@ STEPS: tuple[tuple[str, str], ...] = (
     ("memory", "HBM, L2 and copies infinitely fast, no latency"),
     ("MMA interference", "MMA and vector work do not slow each other down"),
     ("barriers and dependencies", "barriers and result latencies (MMA completion too) take no time"),
-    ("unit contention", "vector pipes, issue, shared and tensor memory infinitely fast"),
+    ("unit contention", "vector pipes, schedulers, shared and tensor memory infinitely fast"),
     ("MMA rate", "mma.sync as fast as the peak, no overhead or issue interval per MMA"),
 )
 
-#: Step at whose machine the time that does not grow with the keys is measured: it splits "unit contention".
-FILL_STEP = 3
+#: The step that is split into what grows with the keys and what does not (fill and drain of each work tile).
+SPLIT_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def machines(arch: Arch, dtype: str) -> list[tuple[str, ...]]:
     """Overrides of the machine of each of STEPS, on top of what ``arch`` was loaded with."""
     tensor = arch.sm.tensor
     peak = tensor.flops_per_cycle.get("bf16" if dtype in ("fp8", "fp4") else dtype, tensor.mma_sync_flops_per_cycle)
-    overhead = Resource("MMA overhead", (), tuple(p for p in RESOURCES["tensor"].times))
+    overhead = Resource("MMA overhead", (), RESOURCES["tensor"].times)
     takes: tuple[tuple[str, ...], ...] = (
         faster(arch, "launch"),
         (*(text for name in ("hbm", "l2", "tma") for text in faster(arch, name)), *scaled(arch, _DISTANCE, INFINITE)),
-        scaled(arch, INTERFERENCE, INFINITE),
+        faster(arch, "interference"),
         (*faster(arch, "barriers"), *faster(arch, "latency")),
         tuple(text for name in ("mufu", "fma", "alu", "issue", "lsu", "smem", "tmem") for text in faster(arch, name)),
         (*scaled(arch, overhead, INFINITE), f"sm.tensor.mma_sync_flops_per_cycle={peak!r}"),
@@ -59,10 +59,11 @@ def machines(arch: Arch, dtype: str) -> list[tuple[str, ...]]:
     return [tuple(text for take in takes[: i + 1] for text in take) for i in range(len(takes))]
 
 
-def losses(run: Run, arch: Arch, without: Sequence[Run], longer: Run) -> tuple[float, tuple[Loss, ...]]:
+def losses(run: Run, arch: Arch, without: Sequence[Run], longer: tuple[Run, Run]) -> tuple[float, tuple[Loss, ...]]:
     """Useful per cent of the cycles of ``run`` on ``arch``, and its losses; together 100.
 
-    ``without[i]`` is the run on the machine of STEPS[i], ``longer`` the one of ``FILL_STEP`` with twice the keys.
+    ``without[i]`` is the run on the machine of STEPS[i], ``longer`` those before and after ``SPLIT_STEP`` with twice
+    the keys.
     """
     problem = problem_of(run)
     useful = problem.exact_flops() / (arch.sm.tensor.flops_per_cycle[problem.dtype] * arch.chip.sm_count)
@@ -70,9 +71,9 @@ def losses(run: Run, arch: Arch, without: Sequence[Run], longer: Run) -> tuple[f
     found = [("tail wave", run.cycles - ends[0], "accounting: SMs that are done while others still run")]
     for i, (name, how) in enumerate(STEPS):
         cycles = ends[i] - ends[i + 1]
-        if i == FILL_STEP + 1:
-            fill = _constant_cycles(without[FILL_STEP], longer)
-            found.append(("fill and drain", fill, "extrapolation: what stays of the time with no keys at all"))
+        if i == SPLIT_STEP:
+            fill = _constant_cycles(without[i - 1], longer[0]) - _constant_cycles(without[i], longer[1])
+            found.append(("fill and drain", fill, "the part of unit contention that does not grow with the keys"))
             cycles -= fill
         found.append((name, cycles, how))
     tensor = busy_cycles(without[-1])["tensor"]
@@ -95,7 +96,7 @@ def mean_end(run: Run) -> float:
 
 
 def _constant_cycles(run: Run, longer: Run) -> float:
-    """Time of ``run`` that does not grow with its tensor work, from a second run with more of it."""
+    """Time of ``run`` that does not grow with its tensor work: the line through it and a run with more of it."""
     work, more = busy_cycles(run)["tensor"], busy_cycles(longer)["tensor"]
     end = mean_end(run)
     return end - (mean_end(longer) - end) * work / (more - work)

@@ -13,8 +13,8 @@ from typing import Any
 from fasim.arch import Arch
 from fasim.errors import ConfigError, did_you_mean
 
-#: Factor that stands for "infinitely fast": every time becomes zero ticks.
-INFINITE = 1e9
+#: Factor that stands for "infinitely fast": less than a tick is left of most times, and no run takes none at all.
+INFINITE = 1000.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,11 @@ RESOURCES: dict[str, Resource] = {
     "tensor": Resource(
         "tensor cores",
         ("sm.tensor.flops_per_cycle", "sm.tensor.mma_sync_flops_per_cycle"),
-        ("sm.tensor.async_mma.overhead_cycles", "sm.tensor.async_mma.issue_interval_cycles"),
+        (
+            "sm.tensor.async_mma.overhead_cycles",
+            "sm.tensor.async_mma.issue_interval_cycles",
+            "sm.mma_sync_interference.mma_cycles",
+        ),
     ),
     "mufu": Resource(
         "exponentials",
@@ -85,26 +89,25 @@ RESOURCES: dict[str, Resource] = {
         ),
     ),
     "launch": Resource("launch, CTA start and turnover", (), ("launch",)),
-}
-
-#: Times by which vector work and MMA slow each other down; a pipe keeps the interval it has without an MMA.
-INTERFERENCE = Resource(
-    "MMA and vector work slowing each other",
-    (),
-    (
-        "sm.interference.alu_cycles",
-        "sm.interference.mufu_cycles",
-        "sm.interference.shuffle_cycles",
-        "sm.interference.alu_port_cycles",
-        "sm.interference.mufu_port_cycles",
-        "sm.interference.ffma_port_cycles",
-        "sm.interference.fmul_port_cycles",
-        "sm.interference.ffma_delay_cycles",
-        "sm.interference.fmul_delay_cycles",
-        "sm.interference.alu_delay_cycles",
-        "sm.mma_sync_interference",
+    # A pipe keeps at least the interval that it has without an MMA.
+    "interference": Resource(
+        "MMA and vector work slowing each other",
+        (),
+        (
+            "sm.interference.alu_cycles",
+            "sm.interference.mufu_cycles",
+            "sm.interference.shuffle_cycles",
+            "sm.interference.alu_port_cycles",
+            "sm.interference.mufu_port_cycles",
+            "sm.interference.ffma_port_cycles",
+            "sm.interference.fmul_port_cycles",
+            "sm.interference.ffma_delay_cycles",
+            "sm.interference.fmul_delay_cycles",
+            "sm.interference.alu_delay_cycles",
+            "sm.mma_sync_interference",
+        ),
     ),
-)
+}
 
 
 def faster(arch: Arch, name: str, factor: float = INFINITE) -> tuple[str, ...]:

@@ -24,11 +24,15 @@ def count(st: State, activity: int, start: int, amount: int) -> None:
     st.bins[k, activity] += amount
 
 
-@jit
+@inline
 def record(m: Machine, p: Program, st: State, g: int, a: int, track: int, start: int, end: int, kind: int, name: int, owner: int, sm: int) -> None:  # fmt: skip  # noqa: E501
-    """Keep a slice of one track, if the trace window wants it and the buffer has room."""
-    if end <= start or st.trace_sms[g * m.cluster + sm] == 0 or end <= p.trace_from or start >= p.trace_until:
-        return
+    """Keep a slice of one track, if the trace window wants it."""
+    if st.trace_sms[g * m.cluster + sm] == 1 and end > start and end > p.trace_from and start < p.trace_until:
+        _keep(m, st, g, a, track, start, end, kind, name, owner, sm)
+
+
+@jit
+def _keep(m: Machine, st: State, g: int, a: int, track: int, start: int, end: int, kind: int, name: int, owner: int, sm: int) -> None:  # fmt: skip  # noqa: E501
     n = st.scalars[TRACED]
     if n >= st.trace.shape[0]:
         st.scalars[TRUNCATED] = 1

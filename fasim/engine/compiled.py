@@ -122,7 +122,9 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             if agent[PROGRESS] == row[im.M_COUNT]:
                 agent[PROGRESS] = 0
                 agent[PC] += 1
-                done = agent[MMA_ENDS + (k - 1) % ENDS] + row[im.M_DRAIN]
+                done = now
+                if k > 0:
+                    done = max(now, agent[MMA_ENDS + (k - 1) % ENDS] + row[im.M_DRAIN])
                 agent[GROUP_ENDS + agent[COMMITS] % GROUPS_KEPT] = done
                 agent[COMMITS] += 1
                 if row[im.M_BAR] >= 0:

@@ -293,7 +293,7 @@ class ReferenceEngine:
                 yield from self.spend(agent, oldest - self.now, ISSUE, row)
             self.queue_mma(agent, row)
             yield from self.spend(agent, row[im.M_INTERVAL], ISSUE, row)
-        done = agent.mma_ends[-1] + row[im.M_DRAIN]
+        done = max(self.now, agent.mma_ends[-1] + row[im.M_DRAIN]) if agent.mma_ends else self.now
         agent.commits.append(done)
         if row[im.M_BAR] >= 0:
             ranks = range(self.m.cluster) if row[im.M_PAIR] else (agent.sm,)

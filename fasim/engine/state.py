@@ -14,7 +14,7 @@ from fasim.run import REASONS
 R_WORK, R_ISSUE, R_PIPE, R_DEPENDENCY, R_BARRIER, R_FULL, R_EMPTY, R_MEMORY, R_LAUNCH, R_TAIL = range(10)
 assert len(REASONS) == 10
 
-ENDS = 16  # completion times remembered per agent; at least the depth of the MMA queue
+ENDS = 32  # completion times remembered per agent; at least the depth of the MMA queue
 GROUPS_KEPT = 8  # committed MMA groups remembered per agent
 LOOPS = 4  # nested at most
 DRAWN = 8  # tiles a CTA's roles may be apart

@@ -130,7 +130,8 @@ def hadamard(dim: int, seed: int = 0) -> Float32:
     while len(matrix) < dim:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=dim)
-    return (signs[:, None] * matrix / np.sqrt(dim)).astype(np.float32)
+    rotation: Float32 = (signs[:, None] * matrix / np.sqrt(dim)).astype(np.float32)
+    return rotation
 
 
 def _nvfp4(x: Array, largest: float) -> Float32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fasim.analysis.losses import FILL_STEP, STEPS, Loss, losses, machines
+from fasim.analysis.losses import SPLIT_STEP, STEPS, Loss, losses, machines
 from fasim.analysis.whatif import RESOURCES, faster, has
 from fasim.arch import load_arch
 from fasim.problem import Problem
@@ -18,12 +18,12 @@ TENTH = 1.1
 
 @dataclass(frozen=True)
 class Gain:
-    """How much faster the run gets, in per cent, with a resource 10 % faster and infinitely fast."""
+    """How much faster the run gets, in per cent, with a resource 10 % faster and (None: not asked) infinitely fast."""
 
     resource: str
     meaning: str
     tenth_percent: float
-    ideal_percent: float
+    ideal_percent: float | None
 
 
 @dataclass(frozen=True)
@@ -52,35 +52,33 @@ class Explanation:
         }
 
 
-def explain(job: Job, processes: int | None = None, progress: Progress | None = None) -> Explanation:
-    """Simulate ``job`` and everything that explains it, in parallel.
+def explain(
+    job: Job, *, ideal: bool = False, processes: int | None = None, progress: Progress | None = None
+) -> Explanation:
+    """Simulate ``job`` and everything that explains it, in parallel; ``ideal``: with infinitely fast resources too.
 
     ``processes`` and ``progress`` as in :func:`fasim.studies.batch.run_all`. Raises what a simulation raises.
     """
     arch = load_arch(job.arch, job.overrides)
     names = [name for name in RESOURCES if has(arch, name)]
-    ideal = [_with(job, faster(arch, name)) for name in names]
-    tenth = [_with(job, faster(arch, name, TENTH)) for name in names]
     without = [_with(job, overrides) for overrides in machines(arch, job.problem.dtype)]
-    longer = replace(without[FILL_STEP], problem=twice_the_keys(job.problem))
-    run, more, *others = run_all([job, longer, *without, *tenth, *ideal], processes, progress)
-    useful, found = losses(run, arch, others[: len(STEPS)], more)
-    sped = others[len(STEPS) :]
+    longer = [_twice_the_keys(without[step]) for step in (SPLIT_STEP - 1, SPLIT_STEP)]
+    tenth = [_with(job, faster(arch, name, TENTH)) for name in names]
+    infinite = [_with(job, faster(arch, name)) for name in names] if ideal else []
+    before, after, run, *others = run_all([*longer, job, *without, *tenth, *infinite], processes, progress)
+    useful, found = losses(run, arch, others[: len(STEPS)], (before, after))
+    percents = [100 * (run.cycles / other.cycles - 1) for other in others[len(STEPS) :]]
     gains = [
-        Gain(name, RESOURCES[name].meaning, _gain(run, sped[i]), _gain(run, sped[len(names) + i]))
+        Gain(name, RESOURCES[name].meaning, percents[i], percents[len(names) + i] if ideal else None)
         for i, name in enumerate(names)
     ]
     return Explanation(run, useful, found, tuple(sorted(gains, key=lambda gain: -gain.tenth_percent)))
 
 
-def twice_the_keys(problem: Problem) -> Problem:
-    """``problem`` with twice as many keys and the same queries."""
-    return Problem(**{**vars(problem), "seqlen_k": 2 * problem.seqlen_k})
+def _twice_the_keys(job: Job) -> Job:
+    problem = job.problem
+    return replace(job, problem=Problem(**{**vars(problem), "seqlen_k": 2 * problem.seqlen_k}))
 
 
 def _with(job: Job, overrides: tuple[str, ...]) -> Job:
     return replace(job, overrides=(*job.overrides, *overrides))
-
-
-def _gain(run: Run, other: Run) -> float:
-    return 100 * (run.cycles / other.cycles - 1)

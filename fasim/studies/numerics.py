@@ -31,8 +31,6 @@ from fasim.numerics import (
 
 SCHEMA_VERSION = 1
 
-DEFAULT_SEQLEN = 8192
-
 #: Largest relative errors of exp2, float32 and after rounding to BF16: FlashAttention-4, arXiv 2603.05451, table 2.
 PUBLISHED_EXP2 = {
     "MUFU": (1.41e-7, 3.89e-3),
@@ -82,8 +80,8 @@ class Exp2Row:
 class RescaleRow:
     """Rescales that a threshold (log2 units) avoids, in per cent of the KV tiles after a row's first.
 
-    By row, and by warp of 32 rows, which skips only when all of its rows do. ``change_rms`` is the RMS difference of
-    the output to threshold 0, ``rmse`` its error; P in BF16.
+    By row, and by warp of 32 rows, which skips only when all of its rows do. ``change_rms``: RMS difference of the
+    output to that of threshold 0 with P in float32. ``rmse``: error of the output with P in BF16.
     """
 
     inputs: str
@@ -160,9 +158,10 @@ def rescale_table(seqlen: int, seed: int) -> tuple[RescaleRow, ...]:
     for name, draw in kinds.items():
         q, k, v = (round_to(part, "bf16") for part in draw(np.random.default_rng(seed), seqlen))
         reference = attention_reference(q, k, v)
-        classic, _ = attention_tiled(q, k, v)
+        classic, _ = attention_tiled(q, k, v, Softmax(p_format="fp32"))
         for threshold in _THRESHOLDS:
-            result, rescaled = attention_tiled(q, k, v, Softmax(threshold=threshold), tile_n=_TILE)
+            exact, rescaled = attention_tiled(q, k, v, Softmax(threshold=threshold, p_format="fp32"), tile_n=_TILE)
+            rounded, _ = attention_tiled(q, k, v, Softmax(threshold=threshold), tile_n=_TILE)
             later = rescaled[1:]  # every row takes its first maximum
             warps = later.reshape(*later.shape[:-1], -1, _WARP).any(axis=-1)
             rows.append(
@@ -171,8 +170,8 @@ def rescale_table(seqlen: int, seed: int) -> tuple[RescaleRow, ...]:
                     threshold,
                     100.0 * float(1 - later.mean()),
                     100.0 * float(1 - warps.mean()),
-                    _rmse(result, classic),
-                    _rmse(result, reference),
+                    _rmse(exact, classic),
+                    _rmse(rounded, reference),
                 )
             )
     return tuple(rows)
@@ -191,9 +190,8 @@ def quantise_table(seqlen: int, seed: int) -> tuple[QuantiseRow, ...]:
     for format, scales in cases:
         block = (_TILE, _HEAD_DIM) if scales == "block" else None
         for rotated in (False, True) if scales != "none" else (False,):
-            parts = (*(turned if rotated else (q, k)), v)
-            operands = (quantise(part, format, block) for part in parts)
-            output, _ = attention_tiled(*operands, Softmax(p_format=format))
+            a, b, c = (quantise(part, format, block) for part in (*(turned if rotated else (q, k)), v))
+            output, _ = attention_tiled(a, b, c, Softmax(p_format=format))
             rmse = _rmse(output, reference)
             gain = plain.setdefault(format, rmse) / rmse
             published = PUBLISHED_RMSE.get((format, scales, rotated))
@@ -223,7 +221,7 @@ TABLES: dict[str, Callable[[int, int], Sequence[Row]]] = {
 
 def numerics(
     names: Iterable[str] = (),
-    seqlen: int = DEFAULT_SEQLEN,
+    seqlen: int = 8192,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:

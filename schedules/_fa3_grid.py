@@ -1,0 +1,183 @@
+"""Work tiles of FlashAttention-3: packed query heads, schedulers' orders, KV splits and their combine kernel.
+
+Sources: hopper/heuristics.h, tile_scheduler.hpp, flash_fwd_combine_kernel.h of Dao-AILab/flash-attention at 0251105a.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fasim.arch import Arch
+from fasim.ops import BarrierUse, Copy, Wait
+from fasim.problem import Problem
+from fasim.schedule import Kernel
+
+#: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
+L2_SECTION_BYTES = 32 * 2**20
+
+#: Threads of the combine kernel, splits it loads ahead.
+COMBINE_WARPS, COMBINE_STAGES = 8, 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How query rows and keys are cut into tiles."""
+
+    m: int
+    n: int
+    group: int  # query heads in the rows of a tile, 1 when not packed
+    splits: int
+
+    def rows(self, problem: Problem) -> int:
+        """Query rows of one head, or of all heads of a group."""
+        return problem.seqlen_q * self.group
+
+    def pairs(self, problem: Problem) -> int:
+        """(batch, head) pairs, heads of a group counted once."""
+        return problem.batch * problem.heads_q // self.group
+
+    def m_blocks(self, problem: Problem) -> int:
+        """Query tiles of a pair."""
+        return -(-self.rows(problem) // self.m)
+
+
+def plan(problem: Problem, arch: Arch, m: int, n: int, splits: int) -> Plan:
+    """Resolve ``splits`` (0: the heuristic) and whether the heads of a group share tiles.
+
+    They do with splits, or where the rows of single heads fill less than 0.9 as much of their tiles.
+    """
+    if splits == 0:
+        splits = choose_splits(problem, arch, m, n)
+
+    def filled(rows: int) -> float:
+        return rows / (-(-rows // m) * m)
+
+    packed = splits > 1 or filled(problem.seqlen_q) < 0.9 * filled(problem.seqlen_q * problem.group)
+    return Plan(m, n, problem.group if packed else 1, splits)
+
+
+def choose_splits(problem: Problem, arch: Arch, m: int, n: int) -> int:
+    """FlashAttention-3's number of KV splits.
+
+    One when the tiles fill 0.8 of the SMs (unless a head's K and V outgrow a 50 MB L2 that many query tiles
+    read) or there are at most 4 KV blocks; else the smallest number within 85 % of the best wave efficiency.
+    """
+    sms = arch.chip.sm_count
+    m_blocks = -(-problem.seqlen_q * problem.group // m)
+    n_blocks = problem.kv_tiles(n)
+    tiles = problem.batch * problem.heads_kv * m_blocks
+    if tiles >= 0.8 * sms:
+        head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
+        l2_bytes = 50 * 2**20
+        if head_bytes > l2_bytes and m_blocks >= 2 * sms and not problem.causal:
+            return min(128, math.ceil(head_bytes / l2_bytes))
+        return 1
+    if n_blocks <= 4:
+        return 1
+    waves = tiles * np.arange(1, min(128, sms, n_blocks) + 1) / sms
+    efficiency = waves / np.ceil(waves)
+    return int(np.argmax(efficiency >= 0.85 * efficiency.max())) + 1
+
+
+def grid(k: Kernel, cut: Plan, persistent: bool) -> None:
+    """Work tiles: (m block, head, batch) in the scheduler's order, and their KV blocks, last to first.
+
+    The first block of a tile is peeled and always masked, so ``masked`` and ``full`` count the others.
+    """
+    problem = k.problem
+    m_blocks, pairs = cut.m_blocks(problem), cut.pairs(problem)
+    if cut.splits > 1:
+        pair, split, block = (a.ravel() for a in np.mgrid[0:pairs, 0 : cut.splits, 0:m_blocks])
+    elif not problem.causal:
+        k.mode = "static" if persistent else "single"
+        pair, block = (a.ravel() for a in np.mgrid[0:pairs, 0:m_blocks])
+        split = np.zeros_like(pair)
+    else:
+        k.mode = "dynamic" if persistent else "single"
+        pair, block = _longest_first(problem, pairs, m_blocks).T
+        split = np.zeros_like(pair)
+    total, masked = np.array([_kv_blocks(problem, cut, b) for b in range(m_blocks)], dtype=np.int64).T
+    share = -(-total // cut.splits)[block]
+    start = split * share
+    stop = np.minimum(start + share, total[block])
+    kept = start < stop  # the last splits of a short tile are empty
+    pair, split, block, start, stop = (a[kept] for a in (pair, split, block, start, stop))
+    more_masked = np.clip(stop - np.maximum(start, (total - masked)[block]) - 1, 0, stop - start - 1)
+    blocks = problem.kv_tiles(cut.n)
+    heads = problem.heads_q // cut.group
+    kv_head = pair // heads * problem.heads_kv + pair % heads // (problem.group // cut.group)
+    rank = np.arange(len(pair)) % k.cluster
+    k.tiles = {
+        "masked": more_masked,
+        "full": stop - start - 1 - more_masked,
+        "q": pair * m_blocks + block if cut.splits > 1 else np.arange(len(pair), dtype=np.int64),
+        "kv": (kv_head * blocks + stop - 1) * k.cluster + rank,
+        "partial": (pair * m_blocks + block) * cut.splits + split,
+    }
+
+
+def _kv_blocks(problem: Problem, cut: Plan, block: int) -> tuple[int, int]:
+    """KV blocks of a query tile (at least one) and how many of them, the last ones, need a mask."""
+    first = block * cut.m // cut.group
+    last = -(-(block + 1) * cut.m // cut.group)
+    total = max(1, -(-problem.kv_range(first, last) // cut.n))
+    end = first + problem.seqlen_k - problem.seqlen_q if problem.causal else problem.seqlen_k
+    return total, total - min(max(end // cut.n, 0), total)
+
+
+def _longest_first(problem: Problem, pairs: int, m_blocks: int) -> npt.NDArray[np.int64]:
+    """(pair, block) rows: inside an L2 section block descending, pair fastest."""
+    per_head = problem.seqlen_k * problem.element_bytes * (problem.head_dim + problem.head_dim_v)
+    section = 2 ** int(np.log2(max(1.0, L2_SECTION_BYTES / per_head))) * problem.group
+    order = [
+        (h, b)
+        for start in range(0, pairs, section)
+        for b in range(m_blocks - 1, -1, -1)
+        for h in range(start, min(start + section, pairs))
+    ]
+    return np.array(order, dtype=np.int64)
+
+
+def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
+    """The second launch: scales and adds the splits' partial outputs, 8 to 32 rows a CTA.
+
+    ``cp.async`` loads four splits ahead; the log-sum-exps come first. The partial outputs are in L2 where they fit.
+    """
+    dv = problem.head_dim_v
+    rows = 8 if dv % 128 == 0 else 16 if dv % 64 == 0 else 32
+    k = Kernel("fa3_combine", problem, arch, {})
+    total = cut.pairs(problem) * cut.rows(problem)
+    first = np.arange(0, total, rows, dtype=np.int64)
+    pair, row = first // cut.rows(problem), first % cut.rows(problem)
+    m_blocks = cut.m_blocks(problem)
+    k.tiles = {"out": np.arange(len(first), dtype=np.int64), "partial": (pair * m_blocks + row // cut.m) * cut.splits}
+    partial = k.tensor("O.partial", cut.pairs(problem) * m_blocks * cut.splits, 4 * rows * dv, "partial", 1)
+    out = k.tensor("O", len(first), 2 * rows * dv, "out")
+    k.smem("partial", partial.line_bytes, COMBINE_STAGES)
+    full = k.barrier("partial.full", 1, COMBINE_STAGES)
+    values = rows * dv / (32 * COMBINE_WARPS)
+    ahead = min(COMBINE_STAGES - 1, cut.splits)
+
+    def use(counter: str) -> BarrierUse:
+        return BarrierUse(full.name, full.stages, counter)
+
+    with k.role("combine", warps=COMBINE_WARPS, registers=64) as c, c.tiles():
+        load = Copy("load partial", partial.name, partial.line_bytes, "load", "threads", use("load"))
+        with c.loop(ahead, "prefetch"):
+            c.record(load)
+        c.delay("load LSE", arch.l2.latency_cycles, "memory")
+        c.vector("scales", {"fmnmx": 4, "ffma": 4, "ex2": 4, "shfl": 8}, latency={"shfl": 8, "ex2": 2})
+        for trips, more in ((cut.splits - ahead, True), (ahead, False)):
+            with c.loop(trips, "splits"):
+                c.record(Wait("wait partial", use("get"), "memory", named=True))
+                mix = {"lds": values / 4 + 1, "ffma": values}
+                c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1})
+                if more:
+                    c.record(load)
+        c.vector("convert", {"f2fp": values / 2})
+        c.copy("store O", out, out.line_bytes, "store", "threads")
+    return k
