@@ -1,6 +1,6 @@
 """Make the figures and tables of README and docs: ``python docs/make.py`` (about two minutes).
 
-Writes docs/img/*.png and docs/accuracy.md, and replaces what stands between the marks
+Writes docs/img/*.png, docs/story.md and docs/accuracy.md, and replaces what stands between the marks
 ``<!-- accuracy -->`` in README.md. Nothing in there is typed by hand.
 """
 
@@ -10,6 +10,8 @@ import argparse
 import csv
 import re
 from pathlib import Path
+
+from story import story
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
@@ -187,10 +189,12 @@ wgmma in `arch_models/h100.toml`, which was fitted by hand on FA3 BF16.
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["pictures", "accuracy"], help="default: all")
-    wanted = parser.parse_args().what or ["pictures", "accuracy"]
+    parser.add_argument("what", nargs="*", choices=["pictures", "accuracy", "story"], help="default: all")
+    wanted = parser.parse_args().what or ["pictures", "accuracy", "story"]
+    (ROOT / "docs" / "img").mkdir(exist_ok=True)
     if "pictures" in wanted:
-        (ROOT / "docs" / "img").mkdir(exist_ok=True)
         pictures()
+    if "story" in wanted:
+        story()
     if "accuracy" in wanted:
         accuracy()

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 #: Runnable examples, the last lines of each command's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "compare": (
-        "fasim compare fa3 fa3 --arch h100 --knob-b pingpong=off",
+        "fasim compare fa3 fa3 --arch h100 --knob-b pingpong=off --plot both.png",
         "fasim compare fa3 fa3 --arch-a h100 --arch-b h200 --seqlen 2048 --fail-above 5",
-        "fasim compare fa3 fa3 --arch h100 --set-b sm.mufu.ops_per_cycle=32 --plot faster_exp.png",
+        "fasim compare fa3 fa3 --arch h100 --set-b sm.mufu.ops_per_cycle=32",
     ),
     "bounds": (
         "fasim bounds fa3 --arch h100 --seqlen 8192 --plot roofline.svg",
@@ -51,7 +51,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "explain": (
         "fasim explain fa3 --arch h100",
-        "fasim explain fa3 --arch h200 --batch 1 --seqlen 2048 --head-dim 64 --ideal --json why.json",
+        "fasim explain fa3 --arch h200 --seqlen 2048 --head-dim 64 --ideal",
     ),
 }
 

@@ -1,6 +1,7 @@
-"""Work tiles of FlashAttention-3: packed query heads, schedulers' orders, KV splits and their combine kernel.
+"""Tiles of FlashAttention-3: their sizes, packed query heads, schedulers' orders, KV splits and their combine kernel.
 
-Sources: hopper/heuristics.h, tile_scheduler.hpp, flash_fwd_combine_kernel.h of Dao-AILab/flash-attention at 0251105a.
+Sources: hopper/tile_size.h, heuristics.h, tile_scheduler.hpp and flash_fwd_combine_kernel.h of Dao-AILab/flash-attention
+at 0251105a.
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ from fasim.arch import Arch
 from fasim.ops import BarrierUse, Copy, Wait
 from fasim.problem import Problem
 from fasim.schedule import Kernel
+
+#: (head_dim up to, head_dim_v up to, causal) -> tile_m, tile_n, P in registers. tile_size.h
+TILES = {
+    (64, 64, False): (192, 192, False),
+    (64, 64, True): (192, 128, True),
+    (96, 96, False): (192, 144, False),
+    (96, 96, True): (192, 144, False),
+    (128, 128, False): (128, 176, True),
+    (128, 128, True): (128, 128, True),
+    (192, 128, False): (128, 128, True),
+    (192, 128, True): (128, 128, True),
+    (192, 192, False): (128, 112, True),
+    (192, 192, True): (128, 112, True),
+    (256, 256, False): (128, 80, True),
+    (256, 256, True): (128, 80, True),
+}
+
+#: The same for FP8, causal or not; P always stays in registers. tile_size.h
+FP8_TILES = {(64, 64): (192, 160), (96, 96): (192, 128), (128, 128): (128, 224), (192, 192): (128, 160)}
+FP8_TILES |= {(256, 256): (128, 128)}
 
 #: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
 L2_SECTION_BYTES = 32 * 2**20

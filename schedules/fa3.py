@@ -5,6 +5,8 @@ own 64 query rows each. A consumer issues S = Q K(n) and O += P V(n+1) back to b
 the softmax of block n. Two tricks hide that softmax: the tensor core works for the *other*
 warpgroup meanwhile (ping-pong: named barriers hand the right to issue around), and a warpgroup's
 own PV still runs while its row maximum is taken (overlap). KV blocks are visited last to first.
+FP8 (e4m3) has wider tiles and a producer warpgroup that transposes V. Splits cut the keys of a tile
+into parts that a second kernel adds (decoding); heads of a group then share tiles.
 
 Sources: the hopper/ folder of Dao-AILab/flash-attention at 0251105a (tile_size.h,
 mainloop_fwd_sm90_tma_gmma_ws.hpp, tile_scheduler.hpp) for tiles, roles, barriers and order;
@@ -20,31 +22,11 @@ from typing import Annotated, Literal
 from fasim.arch import Arch
 from fasim.errors import BudgetError, ConfigError
 from fasim.library import schedule
-from fasim.ops import BarrierUse, Copy
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
-from ._fa3_grid import combine, grid, plan
-
-#: (head_dim up to, head_dim_v up to, causal) -> tile_m, tile_n, P in registers. tile_size.h
-TILES = {
-    (64, 64, False): (192, 192, False),
-    (64, 64, True): (192, 128, True),
-    (96, 96, False): (192, 144, False),
-    (96, 96, True): (192, 144, False),
-    (128, 128, False): (128, 176, True),
-    (128, 128, True): (128, 128, True),
-    (192, 128, False): (128, 128, True),
-    (192, 128, True): (128, 128, True),
-    (192, 192, False): (128, 112, True),
-    (192, 192, True): (128, 112, True),
-    (256, 256, False): (128, 80, True),
-    (256, 256, True): (128, 80, True),
-}
-
-#: The same for FP8, causal or not; P always stays in registers. tile_size.h
-FP8_TILES = {(64, 64): (192, 160), (96, 96): (192, 128), (128, 128): (128, 224), (192, 192): (128, 160)}
-FP8_TILES |= {(256, 256): (128, 128)}
+from ._fa3_grid import FP8_TILES, TILES, combine, grid, plan
+from ._fa3_producer import load_q, transpose
 
 #: Share of the exponentials the compiler places before its wait for PV (from the SASS): none where P
 #: goes through shared memory, more where tiles are narrow.
@@ -64,14 +46,6 @@ FETCH_CYCLES = 750.0
 #: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
 #: wgmma waits that find their group complete take 24 to 30 each (cycle stamps inside the kernel).
 LOOP_CYCLES = 90.0
-
-#: Dependent shared-memory round trips in the transposition of a V block: ldmatrix to permutes to stmatrix, two
-#: 512-byte pieces a warp at a time. 28 KiB at d128 are 14 pieces a warp.
-TRANSPOSE_STEPS = 7
-
-#: head_dim_v up to -> shared-memory wavefronts of the transposition per 128 bytes, bank conflicts included. Mean of
-#: ldmatrix (1.23, 1.74, 1.82) and stmatrix (1.68, 1.90, 2.57): h200_counters.csv, op_ld and op_st per V block.
-TRANSPOSE_WAVEFRONTS = {64: 1.45, 128: 1.8, 256: 2.2}
 
 
 @dataclass(frozen=True)
@@ -198,8 +172,11 @@ def fa3(
     )
     _check_registers(cfg, arch)
 
-    knobs = dict(tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers)
+    knobs: dict[str, object] = dict(
+        tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers
+    )
     knobs |= dict(cluster=cluster, exp=exp, persistent=persistent, early_exp=early)
+    knobs |= dict(two_level=two_level, splits=cut.splits)
     k = Kernel(
         "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
     )
@@ -238,7 +215,7 @@ def fa3(
             if fp8:
                 p.load(v_loads)
             p.load(k_ring)
-            _load_q(p, q_ring, packed=cut.group > 1)
+            load_q(p, q_ring, packed=cut.group > 1)
             p.wait_barrier(o_free, reason="empty", ahead=1)
             for trips in ("masked", "full"):
                 with p.loop(trips):
@@ -246,11 +223,11 @@ def fa3(
                         p.load(v_loads)
                     p.load(k_ring)
                     if fp8:
-                        _transpose(p, cfg, v_loads, v_ring)
+                        transpose(p, v_loads, v_ring, dv)
                     else:
                         p.load(v_ring)
             if fp8:
-                _transpose(p, cfg, v_loads, v_ring)
+                transpose(p, v_loads, v_ring, dv)
             else:
                 p.load(v_ring)
 
@@ -330,32 +307,6 @@ def _serial_step(
     c.wait_mma(0, "wait PV")
     c.release(v_ring)
     c.delay("loop", LOOP_CYCLES, "issue")
-
-
-def _load_q(p: Role, ring: Ring, packed: bool) -> None:
-    """One TMA copy; rows of several heads are gathered by cp.async of the producer warpgroup."""
-    if not packed:
-        p.load(ring)
-        return
-    p.wait_barrier(ring.empty, reason="empty", ahead=1, label="wait Q empty")
-    use = BarrierUse(ring.full.name, 1, "Q.load")
-    p.record(Copy("load Q", ring.tensor.name, ring.tensor.line_bytes, "load", "threads", use))
-
-
-def _transpose(p: Role, cfg: Config, loads: Ring, ring: Ring) -> None:
-    """The producer warpgroup transposes the oldest V block: ldmatrix.trans, byte permutes, stmatrix.
-
-    wgmma takes a K-major B operand only in FP8. Per 512 bytes and warp one load, one store and four PRMT.
-    """
-    name, nbytes = ring.buffer.name, ring.buffer.bytes
-    p.wait(loads)
-    p.wait_barrier(ring.empty, reason="empty", ahead=1, label=f"wait {name} empty")
-    moves = nbytes / 512 / p.warps
-    mix = {"lds": moves, "sts": moves, "alu": 4 * moves}
-    smem_bytes = 2 * nbytes * next(waves for dv, waves in TRANSPOSE_WAVEFRONTS.items() if cfg.dv <= dv)
-    p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": TRANSPOSE_STEPS})
-    p.arrive(ring.full, label=f"{name} full")
-    p.release(loads)
 
 
 def _qk(c: Role, cfg: Config) -> None:

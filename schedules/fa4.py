@@ -296,11 +296,12 @@ def _qk(r: Role, c: Config, tile: Tile) -> None:
 
 def _pv(r: Role, c: Config, tile: Tile) -> None:
     """O += P V in two parts, as P arrives."""
-    count = c.n // c.depth
-    early = round(count * c.early / len(c.emulated))
+    count, parts = c.n // c.depth, len(c.emulated)
+    early = count * c.early // parts
     r.wait_barrier(tile.ready, reason="full")
-    mma(r, c, "PV", c.dv, early)
-    if c.early < len(c.emulated):
+    if early:
+        mma(r, c, "PV", c.dv, early)
+    if c.early < parts:
         r.wait_barrier(tile.last, reason="full")
         mma(r, c, "PV", c.dv, count - early)
 

@@ -3,7 +3,8 @@
 The cycles of a run are split into the useful ones (unmasked FLOPs at the dense peak on all SMs) and losses. Most losses
 are counterfactuals: the run is repeated on machines from which one cause after another has been taken away, and a loss
 is what its removal saves *after the ones before it are gone*. So the losses add up exactly, and the order matters:
-what two causes share is charged to the earlier one.
+what two causes share is charged to the earlier one. A loss is negative where a removal makes others collide that
+were out of each other's way before; real schedules have such anomalies.
 """
 
 from __future__ import annotations
@@ -67,36 +68,38 @@ def losses(run: Run, arch: Arch, without: Sequence[Run], longer: tuple[Run, Run]
     """
     problem = problem_of(run)
     useful = problem.exact_flops() / (arch.sm.tensor.flops_per_cycle[problem.dtype] * arch.chip.sm_count)
-    ends = [mean_end(run), *map(mean_end, without)]
-    found = [("tail wave", run.cycles - ends[0], "accounting: SMs that are done while others still run")]
+    cycles = [run.cycles, *(other.cycles for other in without)]
+    found = []
     for i, (name, how) in enumerate(STEPS):
-        cycles = ends[i] - ends[i + 1]
+        saved = cycles[i] - cycles[i + 1]
         if i == SPLIT_STEP:
             fill = _constant_cycles(without[i - 1], longer[0]) - _constant_cycles(without[i], longer[1])
             found.append(("fill and drain", fill, "the part of unit contention that does not grow with the keys"))
-            cycles -= fill
-        found.append((name, cycles, how))
+            saved -= fill
+        found.append((name, saved, how))
     tensor = busy_cycles(without[-1])["tensor"]
-    found.append(("code", ends[-1] - tensor, "remainder: fixed delays of the schedule (branches, instruction fetch)"))
-    found.append(("masked waste", tensor - useful, "accounting: FLOPs on masked and padded elements, recomputation"))
-    shares = (Loss(name, cycles, 100 * cycles / run.cycles, how) for name, cycles, how in found)
+    idle = cycles[-1] - tensor
+    tail = min(idle, _tail_cycles(without[-1]))
+    found += [
+        ("tail wave", tail, "SMs that are done while others still run, with all of the above gone"),
+        ("code", idle - tail, "what is left: fixed delays of the schedule (branches, instruction fetch)"),
+        ("masked waste", tensor - useful, "FLOPs on masked and padded elements, recomputation"),
+    ]
+    shares = (Loss(name, lost, 100 * lost / run.cycles, how) for name, lost, how in found)
     return 100 * useful / run.cycles, tuple(shares)
 
 
-def mean_end(run: Run) -> float:
-    """Cycle at which a CTA slot runs out of work, averaged over slots; kernels of a sequence add up."""
+def _tail_cycles(run: Run) -> float:
+    """Cycles in which a CTA slot has run out of work, averaged over slots; kernels of a sequence add up."""
     kernels = run.meta["kernels"]
     total = 0.0
     for kernel, cycles in zip(kernels, run.meta["kernel_cycles"], strict=True):
-        tails = [
-            shares["tail"] for role, shares in run.stalls.items() if len(kernels) == 1 or role.startswith(f"{kernel}.")
-        ]
-        total += cycles * (1 - min(tails) / 100)
+        roles = [role for role in run.stalls if len(kernels) == 1 or role.startswith(f"{kernel}.")]
+        total += cycles * min(run.stalls[role]["tail"] for role in roles) / 100
     return total
 
 
 def _constant_cycles(run: Run, longer: Run) -> float:
     """Time of ``run`` that does not grow with its tensor work: the line through it and a run with more of it."""
     work, more = busy_cycles(run)["tensor"], busy_cycles(longer)["tensor"]
-    end = mean_end(run)
-    return end - (mean_end(longer) - end) * work / (more - work)
+    return run.cycles - (longer.cycles - run.cycles) * work / (more - work)

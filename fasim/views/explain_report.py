@@ -47,7 +47,7 @@ def verdict(run: Run, losses: Sequence[Loss], gains: Mapping[str, tuple[str, flo
     (first, (what, gain, _)), (second, (next_what, next_gain, _)) = list(gains.items())[:2]
     busiest = max(run.utilisation, key=lambda unit: run.utilisation[unit])
     lines = [
-        f"Limit: {first} ({what}); 10 % more of it gain {gain:.1f} %."
+        f"Limit: {first} ({what}), {gain:.1f} % faster by a tenth of it."
         if gain >= _NOTICEABLE
         else "Limit: none; no resource alone gains anything."
     ]
