@@ -136,7 +136,7 @@ def growth() -> str:
                 case.title,
                 f"{cost.events / base.events:.2f}",
                 f"{cost.seconds / base.seconds:.2f}",
-                f"{100 * change:+.0f} %",
+                f"{round(100 * change):+d} %",
                 verdict(change <= MAX_GROWTH),
             )
         )
@@ -162,7 +162,7 @@ def main() -> None:
         "## Commands\n",
         commands(),
         "## Single simulations\n",
-        "Time inside `simulate()`; peak resident memory of the process, of which Python and Numba are most. "
+        "Time inside `simulate()`; peak resident memory of the process, of which Python and Numba are most.\n"
         f"Targets besides the time: {MAX_MEGABYTES} MB, {MIN_RATE / 1e6:.0f} million events per second.\n",
         cases(),
         "## Growth\n",

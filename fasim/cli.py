@@ -38,6 +38,7 @@ from fasim.options import (
     HeadDim,
     HeadDimV,
     Heads,
+    IdealOption,
     JsonOption,
     KnobOption,
     KvHeads,
@@ -47,6 +48,7 @@ from fasim.options import (
     SetOption,
     announced,
     complete_schedule,
+    load_chip,
     make_problem,
 )
 
@@ -55,6 +57,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": (
         "fasim run fa3 --arch h100",
         "fasim run fa3 --arch h200 --seqlen 2048 --causal --knob pingpong=off",
+        "fasim run fa3 --arch h100 --head-dim 64 --ideal mufu",
         "fasim run fa3 --arch h100 --seqlen 1024 --timeline --json run.json",
     ),
     "validate": (
@@ -117,6 +120,7 @@ def run(
     clock: ClockOption = None,
     knob: KnobOption = None,
     overrides: SetOption = None,
+    ideal: IdealOption = None,
     engine: EngineOption = "compiled",
     json_path: JsonOption = None,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw what each role and unit did.")] = False,
@@ -138,9 +142,9 @@ def run(
     sms = tuple(sorted({sm, *parse_integers("--trace-sms", trace_sms)}))
     knobs = parse_assignments("--knob", knob)
 
-    from fasim.arch import load_arch
     from fasim.library import load_schedule
     from fasim.simulate import TraceSpec, simulate
+    from fasim.views.bounds_report import bound_line
     from fasim.views.report import render_report
 
     problem = make_problem(
@@ -160,7 +164,7 @@ def run(
         result = simulate(
             load_schedule(schedule),
             problem,
-            load_arch(arch, overrides or ()),
+            load_chip(arch, overrides, ideal),
             knobs=knobs,
             clock_mhz=clock,
             engine=engine,
@@ -168,6 +172,7 @@ def run(
         )
     out = console_for(stderr=json_path == "-")
     out.print(render_report(result))
+    out.print(bound_line(result))
     if result.trace is not None and result.trace.truncated:
         note("the trace is incomplete: its buffer filled up; choose a window with --cycles A:B")
     if timeline and result.trace is not None:

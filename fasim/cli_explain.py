@@ -51,7 +51,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "explain": (
         "fasim explain fa3 --arch h100",
-        "fasim explain fa3 --arch h200 --seqlen 2048 --head-dim 64 --ideal",
+        "fasim explain fa3 --arch h200 --seqlen 2048 --head-dim 64 --infinite",
     ),
 }
 
@@ -259,7 +259,7 @@ def explain(
     clock: ClockOption = None,
     knob: KnobOption = None,
     overrides: SetOption = None,
-    ideal: Annotated[bool, typer.Option("--ideal", help="Also with each resource infinitely fast.")] = False,
+    infinite: Annotated[bool, typer.Option("--infinite", help="Also with each resource infinitely fast.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU unless given.")] = None,
     json_path: JsonOption = None,
 ) -> None:
@@ -289,11 +289,11 @@ def explain(
         bar = progress.add_task("simulating", total=None)
         found = study(
             Job(schedule, problem, arch, tuple(overrides or ()), knobs, clock),
-            ideal=ideal,
+            infinite=infinite,
             processes=jobs,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    gains = {gain.resource: (gain.meaning, gain.tenth_percent, gain.ideal_percent) for gain in found.gains}
+    gains = {gain.resource: (gain.meaning, gain.tenth_percent, gain.infinite_percent) for gain in found.gains}
     out = console_for(stderr=json_path == "-")
     out.print(render_losses(found.run, found.useful_percent, found.losses))
     out.print()

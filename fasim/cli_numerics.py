@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -57,6 +58,9 @@ def numerics(
 
     probabilities: P in one format, the rest exact.
     """
+    # Before NumPy is loaded: on tiles this small, BLAS threads cost more than they gain, on a busy machine far more.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
     from fasim.studies.numerics import numerics as study
 
     with progress_bar() as progress:

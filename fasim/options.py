@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from fasim.console import note
 from fasim.errors import FasimError
 
 if TYPE_CHECKING:
+    from fasim.arch import Arch
     from fasim.problem import Problem
 
 
@@ -49,6 +50,15 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override a number of the architecture (repeatable)."),
 ]
+IdealOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ideal",
+        metavar="RESOURCE",
+        help="What if it were infinitely fast? mufu, fma, alu, smem, tma, l2, hbm, barriers, issue, latency, ... "
+        "(repeatable).",
+    ),
+]
 KnobOption = Annotated[
     list[str] | None, typer.Option("--knob", metavar="KNOB=VALUE", help="Set a knob of the schedule (repeatable).")
 ]
@@ -82,6 +92,17 @@ def make_problem(**shape: Any) -> Problem:
 
     fields = {"seqlen": "seqlen_q", "heads": "heads_q", "kv_heads": "heads_kv"}
     return Problem(**{fields.get(name, name): value for name, value in shape.items() if value is not None})
+
+
+def load_chip(arch: str, overrides: Sequence[str] | None, ideal: Sequence[str] | None) -> Arch:
+    """The architecture of the options --arch, --set and --ideal. Raises ConfigError."""
+    from fasim.analysis.whatif import faster
+    from fasim.arch import load_arch
+
+    chip = load_arch(arch, overrides or ())
+    for name in ideal or ():
+        chip = load_arch(arch, (*chip.overrides, *faster(chip, name)))
+    return chip
 
 
 def announced(engine: str = "compiled") -> AbstractContextManager[None]:

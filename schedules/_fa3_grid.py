@@ -1,6 +1,6 @@
 """Tiles of FlashAttention-3: their sizes, packed query heads, schedulers' orders, KV splits and their combine kernel.
 
-Sources: hopper/tile_size.h, heuristics.h, tile_scheduler.hpp and flash_fwd_combine_kernel.h of Dao-AILab/flash-attention
+Sources: tile_size.h, heuristics.h, tile_scheduler.hpp, flash_fwd_combine_kernel.h in hopper/, Dao-AILab/flash-attention
 at 0251105a.
 """
 

@@ -1,19 +1,20 @@
 """Triton's fused-attention tutorial: forward, on Ampere, Hopper and Blackwell.
 
 One program (CTA) per block of ``tile_m`` query rows and head, blocks of a head next to each other; a
-loop over blocks of ``tile_n`` keys, ascending, first those that need no mask, then the others, each
-loop software-pipelined on its own (the second one refills the pipeline). P stays in registers (TMEM
-on Blackwell) and O is rescaled in every iteration. All warps move in step: the compiler puts a barrier before QK,
-and with more than one warpgroup another after it, so that tensor and vector work of one program hardly
-overlap; what fills the gaps is a second program on the SM, where it fits.
+loop over blocks of ``tile_n`` keys, ascending: first those that need no mask, then the others. Each
+loop is software-pipelined on its own, so the second one refills the pipeline. P stays in registers
+(TMEM on Blackwell), O is rescaled in every iteration. All warps of a program move in step between
+barriers, so its tensor and vector work hardly overlap; what fills the gaps is a second program on the
+SM, where it fits.
 
 * Ampere: mma.sync from shared memory, ``stages`` - 1 buffers each of K and V.
-* Hopper: wgmma, waited for before the softmax; PV runs on until the next wait, which also covers it.
+* Hopper: wgmma, QK waited for before the softmax; PV runs on beside the next copies, until that wait.
 * Blackwell: S, P and O live in TMEM; PV and the next QK are issued back to back.
-* ``warp_specialize``: on Blackwell the compiler's partitions (softmax, correction, MMA, load); on
-  Hopper a TMA producer warp and warpgroups that wait for nothing but their own data.
+* ``warp_specialize``: on Blackwell the compiler's partitions (softmax, correction, MMA, load). On
+  Hopper the compiler ignores the hint; what runs here is a TMA producer warp and warpgroups that wait
+  for nothing but their own data.
 
-Sources: tutorial 06-fused-attention.py and Triton 3.9's code for it and for
+Sources: tutorial 06-fused-attention.py and the code that Triton 3.6 and 3.9 make of it and of
 ``validation/triton_attention.py``: TTGIR for order, waits and buffers, SASS for instruction counts. Per
 thread and iteration with E scores, R rows and A elements of O: E+2R FMNMX, E+R FFMA, E+R EX2, E+2R
 FADD, A+R FMUL, E/2 F2FP, 4R SHFL (Blackwell: FMNMX3, FADD2 halve maximum and sum).
@@ -49,9 +50,10 @@ from ._triton_parts import (
     wait_copy,
 )
 
-#: architecture -> head_dim up to -> tile_m, tile_n, stages, warps. What autotune picks among the tutorial's
-#: configurations: on Hopper in validation/data/h200_triton.csv, elsewhere taken from PyTorch Inductor's
-#: flex_attention table (torch/_inductor/template_heuristics/triton.py), which was tuned on the same loop.
+#: architecture -> head_dim up to -> tile_m, tile_n, stages, warps. What autotune picks: on Hopper the fastest of
+#: the sweep in validation/data/h200_triton.csv; elsewhere PyTorch Inductor's flex_attention table
+#: (torch/_inductor/template_heuristics/triton.py), tuned on the same loop, but for Blackwell d128, where the
+#: tutorial's space allows its 8 warps only from 128 x 128 on and 4 are taken with that tile.
 DEFAULTS = {
     "ampere": {64: (128, 64, 3, 4), 128: (128, 64, 3, 8), 256: (32, 64, 3, 4)},
     "hopper": {64: (128, 64, 3, 8), 128: (128, 64, 3, 8), 256: (128, 64, 2, 8)},
@@ -266,7 +268,7 @@ def _softmax(c: Role, cfg: Config, masked: bool) -> None:
     if masked:
         c.vector("mask", {"alu": MASK_PER_SCORE * e})
     c.vector("row max", {"fmnmx": e / 2 + 2 * r, "shfl": 2 * r, "fmul": r}, latency={"shfl": 2, "alu": 2, "fma": 1})
-    rest = {"fmnmx": e / 2, "ffma": e + r, "ex2": e + r, "fadd": e, "fmul": cfg.outputs, "f2fp": e / 2}
+    rest = {"fmnmx": e / 2, "ffma": e, "ex2": e + r, "fadd": e, "fmul": cfg.outputs, "f2fp": e / 2}
     c.vector("exp, sum, P, rescale O", rest, latency={"ex2": 1, "fma": 1})
 
 

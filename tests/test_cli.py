@@ -34,7 +34,9 @@ def test_version(fasim, capsys):
 
 def test_run_reports_on_stdout_with_the_defaults_of_problem(fasim, fake: Fake, capsys):  # noqa: F811
     assert fasim("run fa3 --arch h100") == 0
-    assert capsys.readouterr().out == "REPORT 4096 cycles\n"
+    report, bound = capsys.readouterr().out.splitlines()
+    assert report == "REPORT 4096 cycles"
+    assert bound == "Bound: 2,048 cycles by tensor; the run takes 2.00 times as long"
     (run,) = fake.simulated
     assert run.problem == Problem()
     assert (run.arch.name, run.engine, run.clock_mhz, run.knobs, run.trace) == ("h100", "compiled", None, {}, None)

@@ -48,9 +48,9 @@ def test_explain_says_limit_next_and_losses(monkeypatch, tmp_path, capsys):
 
 
 def test_explain_json_on_stdout_is_alone(monkeypatch, capsys):
-    assert fasim(monkeypatch, f"explain fa3 --arch h100 {SMALL} --jobs 1 --ideal --json -") == 0
+    assert fasim(monkeypatch, f"explain fa3 --arch h100 {SMALL} --jobs 1 --infinite --json -") == 0
     out, err = capsys.readouterr()
-    assert all(gain["ideal_percent"] is not None for gain in json.loads(out)["gains"])
+    assert all(gain["infinite_percent"] is not None for gain in json.loads(out)["gains"])
     assert "gain %  infinite" in err
 
 

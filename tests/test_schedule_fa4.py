@@ -279,7 +279,8 @@ def test_packed_groups_share_their_keys():
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
-@pytest.mark.parametrize(("arch", "causal"), itertools.product(["b200", "b300", "gb200", "gb300"], [False, True]))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("arch", ["b200", "b300", "gb200", "gb300"])
 def test_runs_on_every_blackwell(arch, causal):
     for d, dv in DIMS:
         assert run(arch, seqlen_q=700, head_dim=d, head_dim_v=dv, causal=causal).tflops > 0
@@ -347,3 +348,14 @@ def test_shared_memory_is_checked():
 )
 def test_hopper_kernels_match_the_h200(shape, clock, cycles):
     assert run("h200", sms=0, clock=clock, **shape).cycles == pytest.approx(cycles, rel=0.1)
+
+
+def test_a_users_schedule_may_be_spread_over_files_too(tmp_path):
+    (tmp_path / "_parts.py").write_text("NAME = 'mine'\n")
+    (tmp_path / "mine.py").write_text(
+        "from fasim.library import schedule\nfrom fasim.schedule import Kernel\nfrom ._parts import NAME\n"
+        "@schedule(architectures=('hopper',), dtypes=('bf16',))\n"
+        "def mine(problem, arch) -> Kernel:\n    return Kernel(NAME, problem, arch, {})\n"
+    )
+    (kernel,) = load_schedule(tmp_path / "mine.py").build(Problem(), load_arch("h200"), {})
+    assert kernel.name == "mine"

@@ -23,7 +23,7 @@ class Gain:
     resource: str
     meaning: str
     tenth_percent: float
-    ideal_percent: float | None
+    infinite_percent: float | None
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Explanation:
 
 
 def explain(
-    job: Job, *, ideal: bool = False, processes: int | None = None, progress: Progress | None = None
+    job: Job, *, infinite: bool = False, processes: int | None = None, progress: Progress | None = None
 ) -> Explanation:
-    """Simulate ``job`` and everything that explains it, in parallel; ``ideal``: with infinitely fast resources too.
+    """Simulate ``job`` and everything that explains it, in parallel; ``infinite``: with infinitely fast resources too.
 
     ``processes`` and ``progress`` as in :func:`fasim.studies.batch.run_all`. Raises what a simulation raises.
     """
@@ -64,12 +64,12 @@ def explain(
     without = [_with(job, overrides) for overrides in machines(arch, job.problem.dtype)]
     longer = [_twice_the_keys(without[step]) for step in (SPLIT_STEP - 1, SPLIT_STEP)]
     tenth = [_with(job, faster(arch, name, TENTH)) for name in names]
-    infinite = [_with(job, faster(arch, name)) for name in names] if ideal else []
-    before, after, run, *others = run_all([*longer, job, *without, *tenth, *infinite], processes, progress)
+    endless = [_with(job, faster(arch, name)) for name in names] if infinite else []
+    before, after, run, *others = run_all([*longer, job, *without, *tenth, *endless], processes, progress)
     useful, found = losses(run, arch, others[: len(STEPS)], (before, after))
     percents = [100 * (run.cycles / other.cycles - 1) for other in others[len(STEPS) :]]
     gains = [
-        Gain(name, RESOURCES[name].meaning, percents[i], percents[len(names) + i] if ideal else None)
+        Gain(name, RESOURCES[name].meaning, percents[i], percents[len(names) + i] if infinite else None)
         for i, name in enumerate(names)
     ]
     return Explanation(run, useful, found, tuple(sorted(gains, key=lambda gain: -gain.tenth_percent)))

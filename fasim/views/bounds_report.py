@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fasim.analysis.bounds import Bounds, Story
+from fasim.analysis.compare import busy_cycles
 from fasim.run import Run
 from fasim.views.common import provenance
 
@@ -40,6 +41,13 @@ def bound_text(bounds: Bounds) -> str:
     limit = bounds.limit
     share = 100 * limit.executed_cycles / bounds.cycles
     return f"at least {limit.executed_cycles:,.0f} cycles by {limit.unit} ({share:.1f} % of the run)"
+
+
+def bound_line(run: Run) -> str:
+    """The bound of a run by its busiest unit, the line below its report."""
+    busy = busy_cycles(run)
+    unit = max(busy, key=lambda name: busy[name])
+    return f"Bound: {busy[unit]:,.0f} cycles by {unit}; the run takes {run.cycles / busy[unit]:.2f} times as long"
 
 
 def _grid(*heads: str) -> Table:

@@ -35,8 +35,8 @@ def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> Re
 
 def render_gains(gains: Mapping[str, tuple[str, float, float | None]]) -> RenderableType:
     """Table of resource -> (meaning, gain by 10 %, gain by infinitely fast or None), in per cent."""
-    ideal = any(infinite is not None for _, _, infinite in gains.values())
-    table = _table("resource", "gain %", *(["infinite"] if ideal else []), "what it is")
+    endless = any(infinite is not None for _, _, infinite in gains.values())
+    table = _table("resource", "gain %", *(["infinite"] if endless else []), "what it is")
     for name, (meaning, tenth, infinite) in gains.items():
         table.add_row(name, f"{tenth:+.1f}", *([f"{infinite:+.1f}"] if infinite is not None else []), meaning)
     return Group(Text("Faster by a tenth", style="bold"), table)

@@ -1,0 +1,192 @@
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fasim.arch import load_arch
+from fasim.errors import BudgetError, ConfigError
+from fasim.library import load_schedule
+from fasim.ops import Copy, Loop, Mma, Vector, add_mixes
+from fasim.problem import Problem
+from fasim.schedule import walk
+from fasim.simulate import simulate
+from fasim.verify import ctas_per_sm
+
+DATA = Path(__file__).parents[1] / "validation" / "data" / "h200_triton.csv"
+SMALL = Problem(batch=1, seqlen_q=512, heads_q=2, head_dim=64)
+
+
+def build(problem, arch="h200", **knobs):
+    (kernel,) = load_schedule("triton").build(problem, load_arch(arch), knobs)
+    return kernel
+
+
+def knobs(tile_m, tile_n, stages, warps):
+    return {"tile_m": tile_m, "tile_n": tile_n, "stages": stages, "warps": warps}
+
+
+def loop_body(kernel, label, role="program"):
+    """Operations of one iteration of the steady loop ``label`` over blocks."""
+    body = next(r for r in kernel.roles if r.name == role).body
+    return next(list(walk(op.body)) for op in walk(body) if isinstance(op, Loop) and op.trips == label)
+
+
+# SASS of Triton 3.9, instructions per thread in the unmasked loop of validation/triton_attention.py on sm_90
+SASS = {
+    (128, 128, 64, 3, 8): {"fmnmx": 36, "ffma": 34, "ex2": 34, "fadd": 36, "fmul": 66, "f2fp": 16, "shfl": 8},
+    (64, 128, 64, 3, 4): {"fmnmx": 72, "ffma": 68, "ex2": 68, "fadd": 72, "fmul": 68, "f2fp": 32, "shfl": 16},
+    (128, 64, 64, 3, 8): {"fmnmx": 36, "ffma": 34, "ex2": 34, "fadd": 36, "fmul": 34, "f2fp": 16, "shfl": 8},
+    (256, 64, 32, 3, 4): {"fmnmx": 20, "ffma": 18, "ex2": 18, "fadd": 20, "fmul": 130, "f2fp": 8, "shfl": 8},
+}
+HGMMA = {(128, 128, 64, 3, 8): 12, (64, 128, 64, 3, 4): 16, (128, 64, 64, 3, 8): 20, (256, 64, 32, 3, 4): 18}
+
+
+@pytest.mark.parametrize("case", SASS)
+def test_instruction_counts_are_those_of_the_compiled_loop(case):
+    kernel = build(Problem(head_dim=case[0]), **knobs(*case[1:]))
+    ops = loop_body(kernel, "full steady")
+    total = add_mixes(*(op.mix for op in ops if isinstance(op, Vector)))
+    for name, count in SASS[case].items():
+        assert total[name] == pytest.approx(count, abs=1), name
+    assert sum(op.count for op in ops if isinstance(op, Mma)) == HGMMA[case] * case[4] // 4
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile", "programs"),
+    [
+        (64, (128, 64, 3, 8), 2),
+        (64, (64, 128, 3, 4), 2),
+        (64, (128, 128, 3, 8), 1),
+        (128, (128, 64, 3, 8), 1),
+        (128, (64, 64, 3, 4), 2),
+        (128, (64, 64, 3, 8), 1),
+        (256, (128, 64, 2, 8), 1),
+    ],
+)
+def test_programs_per_sm_on_hopper(head_dim, tile, programs):
+    assert ctas_per_sm(build(Problem(head_dim=head_dim), **knobs(*tile))) == programs
+
+
+def test_causal_tiles_are_unmasked_then_diagonal_and_ascend():
+    problem = Problem(batch=1, seqlen_q=1024, heads_q=2, causal=True)
+    tiles = build(problem, **knobs(128, 64, 3, 8)).tiles
+    assert tiles["full"].tolist() == 2 * [0, 2, 4, 6, 8, 10, 12, 14]
+    assert tiles["masked"].tolist() == 16 * [2]
+    assert tiles["kv"].tolist() == 8 * [0] + 8 * [16]
+    reverse = build(problem, longest_first="on", **knobs(128, 64, 3, 8)).tiles
+    assert reverse["full"].tolist() == 2 * [14, 12, 10, 8, 6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("arch", ["a100", "h200", "b200"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipeline_columns_add_up(arch, stages):
+    tiles = build(Problem(seqlen_q=700, causal=True, head_dim=64), arch, stages=stages).tiles
+    for name in ("full", "masked"):
+        trips = tiles[name]
+        parts = [
+            tiles[f"{name} {part}"] for part in ("ahead", "steady", "both", "last V", "any", "drain", "primed", "rest")
+        ]
+        ahead, steady, both, last_v, first, drain, primed, rest = parts
+        assert np.array_equal(ahead + steady, trips)
+        assert np.array_equal(both + last_v + drain + first, trips)
+        assert np.array_equal(primed + rest, trips)
+        assert min(part.min() for part in parts) >= 0
+
+
+VARIANTS = [
+    ("a100", {}),
+    ("h200", {}),
+    ("h200", {"copies": "tma"}),
+    ("h200", {"warp_specialize": "on"}),
+    ("h200", {"warps": 8, "tile_m": 64}),
+    ("b200", {}),
+    ("b200", {"warp_specialize": "off", "stages": 2}),
+]
+
+
+@pytest.mark.parametrize(("arch", "given"), VARIANTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_block_is_read_once_and_engines_agree(arch, given, causal):
+    problem = Problem(batch=1, seqlen_q=512, heads_q=2, head_dim=64, causal=causal)
+    runs = [
+        simulate("triton", problem, load_arch(arch), knobs=given, engine=engine, clock_mhz=1500)
+        for engine in ("compiled", "reference")
+    ]
+    assert runs[0].cycles == runs[1].cycles
+    kernel = build(problem, arch, **given)
+    block = 2 * 64 * kernel.knobs["tile_n"] * 2
+    expected = 2 * 512 * 2 * 64 + block * int((kernel.tiles["full"] + kernel.tiles["masked"]).sum())
+    assert runs[0].traffic["l2_read_bytes"] == expected
+    assert runs[0].traffic["l2_write_bytes"] == 2 * 512 * 2 * 64
+
+
+@pytest.mark.parametrize("arch", ["a100", "h200", "b200"])
+def test_ragged_and_short_problems_run(arch):
+    for problem in (
+        Problem(batch=1, seqlen_q=1, seqlen_k=300, heads_q=4, heads_kv=2, head_dim=64),
+        Problem(batch=1, seqlen_q=300, seqlen_k=100, heads_q=1, head_dim=128, causal=True),
+    ):
+        assert simulate("triton", problem, load_arch(arch)).cycles > 0
+
+
+def measured(**wanted):
+    with DATA.open() as stream:
+        rows = [row for row in csv.DictReader(stream) if row["kernel"] == "triton" and row["set"] == "standard"]
+    return next(row for row in rows if all(row[key] == str(value) for key, value in wanted.items()))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_cycles_on_the_h200(head_dim, causal):
+    row = measured(head_dim=head_dim, causal=causal, seqlen_q=4096)
+    problem = Problem(
+        batch=int(row["batch"]), seqlen_q=4096, heads_q=int(row["heads_q"]), head_dim=head_dim, causal=bool(causal)
+    )
+    run = simulate("triton", problem, load_arch("h200"), clock_mhz=float(row["sm_clock_mhz"]))
+    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.16)
+
+
+def test_too_few_registers_cost_more_than_half():
+    problem = Problem(batch=1, seqlen_q=2048, heads_q=8)
+    fast, slow = (
+        simulate("triton", problem, load_arch("h200"), knobs=knobs(128, 128, 2, warps)).cycles for warps in (8, 4)
+    )
+    assert slow > 1.5 * fast
+
+
+def test_blackwell_gains_from_warp_specialisation():
+    problem = Problem(batch=2, seqlen_q=4096, heads_q=16)
+    apart = simulate("triton", problem, load_arch("b200"))
+    in_step = simulate("triton", problem, load_arch("b200"), knobs={"warp_specialize": "off", "stages": 2})
+    assert apart.cycles < 0.75 * in_step.cycles
+    assert set(apart.stalls) == {"load", "mma", "correction", "softmax"}
+
+
+def test_copies_of_threads_and_tma_use_their_engines():
+    for copies, engine in (("threads", "threads"), ("tma", "tma")):
+        ops = walk(build(SMALL, copies=copies).roles[0].body)
+        assert {op.engine for op in ops if isinstance(op, Copy)} == {engine}
+
+
+@pytest.mark.parametrize(
+    ("arch", "problem", "given", "message"),
+    [
+        ("h200", Problem(head_dim=96), {}, "powers of two from 16 to 256"),
+        ("h200", SMALL, {"tile_n": 96}, "tile_n 96"),
+        ("h200", SMALL, {"tile_m": 32}, "tile_m 32"),
+        ("h200", SMALL, {"warps": 2}, "warps 2"),
+        ("h200", SMALL, {"stages": 1}, "stages 1"),
+        ("a100", SMALL, {"copies": "tma"}, "a100 has no TMA"),
+        ("a100", SMALL, {"warp_specialize": "on"}, "a100 has no TMA"),
+        ("b200", SMALL, {"copies": "threads"}, "up to Hopper"),
+    ],
+)
+def test_bad_knobs_say_what_exists(arch, problem, given, message):
+    with pytest.raises(ConfigError, match=message):
+        build(problem, arch, **given)
+
+
+def test_too_much_shared_memory_is_a_budget_error():
+    with pytest.raises(BudgetError, match="shared memory"):
+        simulate("triton", Problem(head_dim=256), load_arch("h200"), knobs=knobs(128, 128, 3, 8))
