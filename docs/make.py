@@ -159,8 +159,9 @@ Known differences and their causes: `validation/DEVIATIONS.md`.
 
 ## Fitted and held out
 
-Every number of the machine model comes from a data sheet or a microbenchmark except `shuffle_latency_cycles` beside
-wgmma in `arch_models/h100.toml`, which was fitted by hand on FA3 BF16.
+The Hopper machine model is data sheets and microbenchmarks (`validation/data/h200_microbench.json`) but for one
+number fitted on whole kernels, `shuffle_latency_cycles` beside wgmma in `arch_models/h100.toml`, by hand, on FA3 BF16.
+Schedules add what compiled code and counters say (instruction counts, instruction fetch); fitted ones say so.
 
 {held_out(timing)}
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "compare": (
         "fasim compare fa3 fa3 --arch h100 --knob-b pingpong=off --plot both.png",
-        "fasim compare fa3 fa3 --arch-a h100 --arch-b h200 --seqlen 2048 --fail-above 5",
+        "fasim compare fa3 fa3 --arch-a h200 --arch-b h100 --seqlen 2048 --fail-above 5",
         "fasim compare fa3 fa3 --arch h100 --set-b sm.mufu.ops_per_cycle=32",
     ),
     "bounds": (
@@ -263,7 +263,10 @@ def explain(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU unless given.")] = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Say why SCHEDULE takes as long as it does: losses from peak to achieved, and what faster resources gain."""
+    """Say why SCHEDULE takes as long as it does.
+
+    Losses from peak to achieved, gains by faster resources, and the critical path.
+    """
     problem = make_problem(
         direction=direction,
         batch=batch,
@@ -281,7 +284,7 @@ def explain(
     from fasim.engine.compiled import prepare
     from fasim.studies.batch import Job
     from fasim.studies.explain import explain as study
-    from fasim.views.explain_report import render_gains, render_losses, verdict
+    from fasim.views.explain_report import render_gains, render_losses, render_path, verdict
 
     with announced():
         prepare()  # here, so that the processes find it stored
@@ -298,6 +301,8 @@ def explain(
     out.print(render_losses(found.run, found.useful_percent, found.losses))
     out.print()
     out.print(render_gains(gains))
+    out.print()
+    out.print(render_path(found.whole if found.iteration is None else found.iteration))
     out.print()
     out.print(verdict(found.run, found.losses, gains), style="bold")
     if json_path is not None:

@@ -168,6 +168,8 @@ def test_losses_and_useful_work_add_up(name: str, chip: str):
     assert set(lost) == {*(step for step, _ in STEPS), "fill and drain", "tail wave", "code", "masked waste"}
     for loss in ("tail wave", "code", "masked waste"):
         assert lost[loss] > -0.1, loss
+    for role, shares in found.run.stalls.items():
+        assert sum(shares.values()) == pytest.approx(100), role
     assert found.limits[0].tenth_percent >= found.limits[1].tenth_percent
 
 
@@ -202,6 +204,21 @@ def test_elasticities_agree_with_runs_by_hand():
     by_hand = simulate(job.schedule, job.problem, load_arch("h100", overrides))
     assert gain.tenth_percent == pytest.approx(100 * (found.run.cycles / by_hand.cycles - 1), abs=0.01)
     assert gain.infinite_percent is not None and gain.infinite_percent > gain.tenth_percent
+
+
+@pytest.mark.parametrize(("name", "chip"), [("fa1", "a100"), ("fa3", "h100"), ("triton", "h100")])
+def test_causal_losses_add_up(name: str, chip: str):
+    job = small(name, chip)
+    found = explain(replace(job, problem=Problem(**{**vars(job.problem), "causal": True})), processes=1)
+    assert found.useful_percent + sum(loss.percent for loss in found.losses) == pytest.approx(100)
+    fill = next(loss.percent for loss in found.losses if loss.name == "fill and drain")
+    assert -5 < fill < 40
+
+
+def test_a_problem_of_one_block_adds_up_too():
+    found = explain(Job("fa3", Problem(batch=1, seqlen_q=64, heads_q=1), "h100", ("chip.sm_count=4",)), processes=1)
+    assert found.useful_percent + sum(loss.percent for loss in found.losses) == pytest.approx(100)
+    assert found.iteration is None and found.whole.cycles > 0
 
 
 def test_processes_do_not_change_the_answer():

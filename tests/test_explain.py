@@ -100,3 +100,23 @@ def test_fa2_on_h100_is_limited_by_mma_sync_and_exposed_softmax():
     limits, lost = names("fa2", "h100")
     assert limits[:2] == ["tensor", "interference"]
     assert lost["MMA rate"] > 10 and lost["MMA interference"] > 10
+
+
+@pytest.mark.parametrize(("chip", "limited"), [("b200", True), ("b300", False)])
+def test_exponentials_limit_fa4_d64_on_b200_only(chip: str, limited: bool):
+    limits, _ = names("fa4", chip, head_dim=64)
+    assert (limits[0] == "mufu") == limited
+
+
+def test_run_with_an_ideal_resource(monkeypatch, tmp_path, capsys):
+    times = {}
+    for name, option in (("plain", ""), ("ideal", "--ideal mufu")):
+        line = f"run fa3 --arch h100 --head-dim 64 {SMALL} {option} --json {tmp_path}/{name}.json"
+        assert fasim(monkeypatch, line) == 0
+        times[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert "Bound: " in capsys.readouterr().out
+    assert times["ideal"]["cycles"] < times["plain"]["cycles"]
+    assert times["ideal"]["utilisation"]["mufu"] < 1
+    assert any(text.startswith("sm.mufu.ops_per_cycle=") for text in times["ideal"]["meta"]["overrides"])
+    assert fasim(monkeypatch, f"run fa3 --arch h100 {SMALL} --ideal mufo") == 2
+    assert "unknown resource 'mufo'; did you mean 'mufu'?" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_imports_go_down_only():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["validate"], ["list", "knobs"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["compare"], ["explain"], ["validate"], ["list", "knobs"]])
 def test_help_imports_nothing_heavy(command):
     code = (
         "import sys\nfrom fasim.cli import app\n"

@@ -39,10 +39,11 @@ class Step:
 
 @dataclass(frozen=True)
 class HandOver:
-    """``waiter`` waited at ``what`` for ``cause``, ``times`` on the path, ``cycles`` in all."""
+    """``waiter`` waited at ``what`` for ``cause``, ``times`` on the path, ``cycles`` in all; ``reason``: of stalls."""
 
     waiter: str
     what: str
+    reason: str
     cause: str
     times: int
     cycles: float
@@ -178,14 +179,15 @@ def critical_path(trace: Trace, arch: Arch, *, sm: int = 0, steady: bool = True)
     at = _busiest(s, range(len(s))) if steady else s.role[-1]
     here = max(i for i in range(len(s)) if s.role[i] == at and s.end[i] <= last)
     spent: Counter[str] = Counter()
-    waits: Counter[tuple[str, str, str]] = Counter()
-    waited: Counter[tuple[str, str, str]] = Counter()
+    waits: Counter[tuple[str, str, str, str]] = Counter()
+    waited: Counter[tuple[str, str, str, str]] = Counter()
     for later, earlier, caused in _walk(s, here):
         since = max(first, s.end[earlier] if earlier is not None else s.start[later])
         if s.end[later] > since:
             spent[s.label(later)] += s.end[later] - since
         if caused and earlier is not None and not s.is_unit(later) and s.role[earlier] != s.role[later]:
-            key = (trace.tracks[s.role[later][1]], trace.names[s.name[later]], s.label(earlier))
+            waiter, what, reason = trace.tracks[s.role[later][1]], trace.names[s.name[later]], REASONS[s.kind[later]]
+            key = (waiter, what, reason, s.label(earlier))
             waits[key] += 1
             waited[key] += s.end[later] - s.start[later]
         if since == first:

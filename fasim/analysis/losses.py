@@ -63,8 +63,8 @@ def machines(arch: Arch, dtype: str) -> list[tuple[str, ...]]:
 def losses(run: Run, arch: Arch, without: Sequence[Run], longer: tuple[Run, Run]) -> tuple[float, tuple[Loss, ...]]:
     """Useful per cent of the cycles of ``run`` on ``arch``, and its losses; together 100.
 
-    ``without[i]`` is the run on the machine of STEPS[i], ``longer`` those before and after ``SPLIT_STEP`` with twice
-    the keys.
+    ``without[i]`` is the run on the machine of STEPS[i], ``longer`` those before and after ``SPLIT_STEP`` with more
+    keys.
     """
     problem = problem_of(run)
     useful = problem.exact_flops() / (arch.sm.tensor.flops_per_cycle[problem.dtype] * arch.chip.sm_count)
@@ -100,6 +100,8 @@ def _tail_cycles(run: Run) -> float:
 
 
 def _constant_cycles(run: Run, longer: Run) -> float:
-    """Time of ``run`` that does not grow with its tensor work: the line through it and a run with more of it."""
+    """Time of ``run`` that does not grow with the tensor work of its tiles: the line through it and a run with more."""
     work, more = busy_cycles(run)["tensor"], busy_cycles(longer)["tensor"]
-    return run.cycles - (longer.cycles - run.cycles) * work / (more - work)
+    tiles, others = run.meta["tiles"], longer.meta["tiles"]
+    per_work = (longer.cycles / others - run.cycles / tiles) / (more / others - work / tiles)
+    return float(run.cycles - per_work * work)

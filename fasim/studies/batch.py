@@ -26,14 +26,16 @@ class Job:
     overrides: tuple[str, ...] = ()
     knobs: tuple[tuple[str, object], ...] = ()
     clock_mhz: float | None = None
+    traced: bool = False  # record SM 0
 
     def run(self) -> Run:
         """Simulate. Raises what :func:`fasim.simulate.simulate` raises."""
         from fasim.arch import load_arch
-        from fasim.simulate import simulate
+        from fasim.simulate import TraceSpec, simulate
 
-        chip = load_arch(self.arch, self.overrides)
-        return simulate(self.schedule, self.problem, chip, knobs=dict(self.knobs), clock_mhz=self.clock_mhz)
+        chip, knobs = load_arch(self.arch, self.overrides), dict(self.knobs)
+        trace = TraceSpec() if self.traced else None
+        return simulate(self.schedule, self.problem, chip, knobs=knobs, clock_mhz=self.clock_mhz, trace=trace)
 
 
 def run_all(jobs: Sequence[Job], processes: int | None = None, progress: Progress | None = None) -> list[Run]:

@@ -1,8 +1,10 @@
-"""Why a run takes as long as it does, in words and two tables.
+"""Why a run takes as long as it does, in words and tables.
 
 How to read it: *From peak to achieved* splits the run's cycles into useful work at the chip's peak and losses; together
 they are 100 %. A loss is what the removal of its cause saves once the causes above it are gone; a negative one means
-that the removal made others collide. *Faster by a tenth* says what each resource would gain alone.
+that the removal made others collide. *Faster by a tenth* says what each resource would gain alone. The *critical path*
+is what the end of an iteration waited for, followed backwards: "tensor: QK of consumer0" is time in which that MMA ran,
+"consumer0: exp" vector work of that role, "mma: wait P.ready" the wake-up after somebody else's work.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fasim.analysis.critical_path import CriticalPath, HandOver
 from fasim.analysis.losses import Loss
 from fasim.run import Run
 from fasim.views.common import provenance
@@ -31,6 +34,34 @@ def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> Re
     for loss in losses:
         table.add_row(loss.name, f"{loss.percent:.1f}", loss.how)
     return Group(head, Text(), Text("From peak to achieved", style="bold"), table)
+
+
+def render_path(path: CriticalPath, rows: int = 8) -> RenderableType:
+    """The critical path: its largest ``rows`` steps, and the hand-overs that cost most in words."""
+    if path.iterations:
+        share = 100 * path.loop_carried_cycles / path.interval_cycles
+        title = f"Critical path of an iteration of {path.interval_cycles:,.0f} cycles"
+        loop = f"Without queueing for units an iteration takes {path.loop_carried_cycles:,.0f} cycles ({share:.0f} %)."
+    else:
+        title, loop = f"Critical path of the run on one SM, {path.cycles:,.0f} cycles", ""
+    count = max(path.iterations, 1)
+    table = _table("%", "cycles", "what")
+    for step in path.steps[:rows]:
+        table.add_row(f"{step.percent:.1f}", f"{step.cycles / count:,.0f}", step.label)
+    rest = path.steps[rows:]
+    if rest:
+        table.add_row(f"{sum(s.percent for s in rest):.1f}", f"{sum(s.cycles for s in rest) / count:,.0f}", "the rest")
+    parts: list[RenderableType] = [Text(title, style="bold"), table]
+    parts += [Text(sentence(hand_over)) for hand_over in path.hand_overs[:3]]
+    return Group(*parts, *([Text(loop)] if loop else []))
+
+
+def sentence(hand_over: HandOver) -> str:
+    """A hand-over in words: "mma at 'wait P0.ready' waits for softmax0: exp, P (27 times, 861 cycles each)"."""
+    verb = "queues for a pipe behind" if hand_over.reason == "pipe" else "waits for"
+    times = "once" if hand_over.times == 1 else f"{hand_over.times} times"
+    each = f"{hand_over.cycles / hand_over.times:,.0f} cycles{' each' if hand_over.times > 1 else ''}"
+    return f"{hand_over.waiter} at '{hand_over.what}' {verb} {hand_over.cause} ({times}, {each})."
 
 
 def render_gains(gains: Mapping[str, tuple[str, float, float | None]]) -> RenderableType:

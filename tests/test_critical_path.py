@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from fasim.analysis.critical_path import CriticalPath, critical_path
+from fasim.arch import load_arch
+from fasim.errors import ConfigError
+from fasim.problem import Problem
+from fasim.run import REASONS, UNIT_SLICE, Run, Trace
+from fasim.simulate import TraceSpec, simulate
+from fasim.views.explain_report import sentence
+
+TRACKS = ("a", "b", "tensor")
+NAMES = ("load", "wait", "exp", "QK", "wait QK")
+
+
+def trace(*rows: tuple[str, str, str, int, int, str]) -> Trace:
+    """Slices (track, name, reason or "unit", first cycle, last cycle, owner) of SM 0."""
+    table = [
+        (
+            4 * start,
+            4 * end,
+            TRACKS.index(track),
+            NAMES.index(name),
+            UNIT_SLICE if kind == "unit" else REASONS.index(kind),
+            TRACKS.index(owner) if owner else -1,
+        )
+        for track, name, kind, start, end, owner in rows
+    ]
+    start, end, track, name, kind, owner = np.array(table, dtype=np.int64).T
+    zero = np.zeros_like(start)
+    return Trace(4, TRACKS, NAMES, start, end, zero, zero, track, name, kind, zero, zero - 1, owner)
+
+
+def steps(path: CriticalPath) -> dict[str, float]:
+    return {step.label: step.cycles for step in path.steps}
+
+
+@cache
+def traced(schedule: str, chip: str, head_dim: int = 128) -> Run:
+    problem = Problem(batch=1, seqlen_q=4096, heads_q=1, head_dim=head_dim)
+    return simulate(schedule, problem, load_arch(chip, ("chip.sm_count=4",)), trace=TraceSpec())
+
+
+def test_a_wait_is_followed_to_the_role_that_ended_it():
+    arch = load_arch("h100")
+    wake = int(arch.sm.sync.named_barrier_cycles)
+    told = trace(
+        ("a", "load", "work", 0, 300, ""),
+        ("b", "exp", "work", 0, 40, ""),
+        ("b", "wait", "barrier", 40, 300 + wake, ""),
+        ("b", "exp", "work", 300 + wake, 500, ""),
+    )
+    path = critical_path(told, arch, steady=False)
+    assert steps(path) == {"a: load": 300, "b: exp": 200 - wake, "b: wait": wake}
+    (hand_over,) = path.hand_overs
+    assert sentence(hand_over) == f"b at 'wait' waits for a: load (once, {260 + wake} cycles)."
+
+
+def test_a_wait_whose_end_nobody_explains_is_charged_to_the_role():
+    told = trace(
+        ("a", "load", "work", 0, 300, ""), ("b", "wait", "barrier", 0, 331, ""), ("b", "exp", "work", 331, 500, "")
+    )
+    assert steps(critical_path(told, load_arch("h100"), steady=False)) == {"b: wait": 331, "b: exp": 169}
+
+
+def test_a_busy_tensor_core_is_followed_to_the_mma_before():
+    arch = load_arch("h100")
+    drain = int(arch.sm.tensor.async_mma.completion_cycles)
+    told = trace(
+        ("a", "load", "work", 0, 10, ""),
+        ("a", "QK", "issue", 10, 26, ""),
+        ("tensor", "QK", "unit", 10, 110, "a"),
+        ("b", "QK", "issue", 20, 36, ""),
+        ("tensor", "QK", "unit", 110, 210, "b"),
+        ("b", "wait QK", "dependency", 36, 210 + drain, ""),
+    )
+    path = critical_path(told, arch, steady=False)
+    assert steps(path) == {"tensor: QK of a": 100, "tensor: QK of b": 100, "b: wait QK": drain, "a: load": 10}
+
+
+def test_a_pipe_taken_is_followed_to_the_work_that_took_it():
+    told = trace(("a", "exp", "work", 0, 100, ""), ("b", "exp", "pipe", 0, 100, ""), ("b", "exp", "work", 100, 150, ""))
+    path = critical_path(told, load_arch("h100"), steady=False)
+    assert steps(path) == {"a: exp": 100, "b: exp": 50}
+    assert "queues for a pipe behind a: exp" in sentence(path.hand_overs[0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chip"), [("fa3", "h100"), ("fa2", "h100"), ("fa2", "a100"), ("fa4", "b200"), ("triton", "h100")]
+)
+def test_the_path_adds_up(schedule: str, chip: str):
+    run, arch = traced(schedule, chip), load_arch(chip)
+    assert run.trace is not None
+    iteration = critical_path(run.trace, arch)
+    assert sum(step.percent for step in iteration.steps) == pytest.approx(100)
+    assert sum(step.cycles for step in iteration.steps) == pytest.approx(iteration.cycles)
+    assert iteration.iterations > 5
+    assert 0.3 * iteration.interval_cycles < iteration.loop_carried_cycles <= 1.001 * iteration.interval_cycles
+    whole = critical_path(run.trace, arch, steady=False)
+    assert 0.9 * run.cycles < whole.cycles <= run.cycles
+
+
+def test_fa4_iterates_through_scores_exponentials_and_output():
+    run = traced("fa4", "b200")
+    assert run.trace is not None
+    path = critical_path(run.trace, load_arch("b200"))
+    shares: dict[str, float] = {}
+    for step in path.steps:
+        label = step.label.replace("softmax0", "softmax").replace("softmax1", "softmax")
+        shares[label] = shares.get(label, 0.0) + step.percent
+    for label in ("tensor: QK of mma", "tensor: PV of mma", "softmax: exp, P"):
+        assert shares[label] > 12, label
+    assert path.loop_carried_cycles > 2048  # the tensor floor of a 256 x 128 block
+
+
+def test_only_what_was_recorded():
+    run = traced("fa3", "h100")
+    assert run.trace is not None
+    with pytest.raises(ConfigError, match="SM 3 is not in the trace"):
+        critical_path(run.trace, load_arch("h100"), sm=3)
+    told = trace(("a", "exp", "work", 0, 10, ""))
+    with pytest.raises(ConfigError, match="no work tile in the trace has two iterations"):
+        critical_path(told, load_arch("h100"))
