@@ -217,12 +217,7 @@ def validate(
     from fasim.studies.validate import validate as study
     from fasim.studies.validate_report import render_validation
 
-    if engine == "compiled":
-        from fasim.engine.compiled import prepare
-
-        with announced(engine):
-            prepare()  # here, so that the processes find it stored
-    with progress_bar() as progress:
+    with announced(engine), progress_bar() as progress:
         bar = progress.add_task("simulating", total=None)
         result = study(
             data,

@@ -224,6 +224,10 @@ def _simulate(tasks: Iterable[Task], jobs: int, progress: Progress | None) -> di
     # Largest first, so that no worker is left alone with a long run at the end.
     unique = sorted(dict.fromkeys(tasks), key=lambda task: -task.problem.flops())
     outcomes: dict[Task, Outcome | str] = {}
+    if any(task.engine == "compiled" for task in unique):
+        from fasim.engine.compiled import prepare
+
+        prepare()  # here, so that the processes find it stored
     with _mapper(min(jobs, len(unique))) as mapped:
         for task, outcome in zip(unique, mapped(Task.run, unique), strict=True):
             outcomes[task] = outcome
