@@ -116,8 +116,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     """Demand of ``op`` executed by ``warps`` warps spread evenly over the sub-cores.
 
     ``mma_share`` in [0, 1) is the part of the shared-memory port that the kernel's MMAs take while
-    they run; ld/st and fills get the rest (measured: TMA fill slows by a quarter beside wgmma,
-    wgmma by a twentieth, so the MMA has priority).
+    they run; ld/st get the rest (measured: the MMA has priority, and TMA fills do not take from it).
 
     ``counted`` differs from the time on the FMA and ALU pipes: there every instruction counts once at the pipe's
     basic rate, packed FP32 pairs, integer multiply-adds and slow conversions too. Only so do the FMA and ALU
