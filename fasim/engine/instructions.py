@@ -176,7 +176,7 @@ def issue_mma(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: I
         settle(m, st, g, r, now)
         unit = st.sm[g, r]
         extra = max(extra, unit[OWED])
-        unit[OWED] = min(0, unit[OWED])
+        unit[OWED] = min(0, unit[OWED]) if row[im.M_ABSORB] > 0 else 0
         unit[ABSORBED] = row[im.M_ABSORB]
     end = start + row[im.M_TICKS] + extra
     for r in range(first, first + ranks):

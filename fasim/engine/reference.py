@@ -240,7 +240,8 @@ class ReferenceEngine:
             sm.settle(self.now, self.m.mma_credit)
         end = start + row[im.M_TICKS] + max(0, *(sm.owed for sm in sms))
         for rank, sm in zip(ranks, sms, strict=True):
-            sm.owed, sm.absorbed = min(0, sm.owed), row[im.M_ABSORB]
+            sm.owed = min(0, sm.owed) if row[im.M_ABSORB] > 0 else 0
+            sm.absorbed = row[im.M_ABSORB]
             sm.free[im.P_TENSOR] = sm.mma_until = end
             self.count(row[im.K_ACTIVITY], start, 1)
             self.record(agent, self.m.agents, start, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
