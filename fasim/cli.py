@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fasim import __version__, cli_explain, cli_numerics
+from fasim import __version__, cli_explain, cli_numerics, cli_validate
 from fasim.console import (
     console_for,
     format_value,
@@ -23,10 +23,9 @@ from fasim.console import (
     parse_integers,
     parse_window,
     print_table,
-    progress_bar,
     write_text,
 )
-from fasim.errors import FasimError, ToleranceError
+from fasim.errors import FasimError
 from fasim.options import (
     ArchOption,
     Batch,
@@ -60,10 +59,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "fasim run fa3 --arch h100 --head-dim 64 --ideal mufu",
         "fasim run fa3 --arch h100 --seqlen 1024 --timeline --json run.json",
     ),
-    "validate": (
-        "fasim validate --data validation/data/h200_timing.csv --kernel fa3",
-        "fasim validate --data validation/data/h200_fa3_ablations.csv --effects",
-    ),
+    **cli_validate.EXAMPLES,
     **cli_explain.EXAMPLES,
     **cli_numerics.EXAMPLES,
     "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
@@ -128,6 +124,9 @@ def run(
         str | None, typer.Option(metavar="A:B", help="Window of the timeline, picture and trace.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the timeline as .png or .svg.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report with a timeline to zoom: .html.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace: .pftrace, .json or .json.gz.")
     ] = None,
@@ -159,7 +158,7 @@ def run(
         causal=causal,
         dtype=dtype,
     )
-    traced = timeline or plot is not None or trace is not None
+    traced = timeline or any(file is not None for file in (plot, html, trace))
     with announced(engine):
         result = simulate(
             load_schedule(schedule),
@@ -183,6 +182,10 @@ def run(
         from fasim.views.plot import plot_timeline
 
         plot_timeline([(schedule, result)], plot, sm=sm, cycles=window)
+    if html is not None:
+        from fasim.views.html import write_html
+
+        write_html(result, html, sm=sm, cycles=window)
     if trace is not None:
         from fasim.views.perfetto import write_trace
 
@@ -191,52 +194,8 @@ def run(
         write_text(json_path, result.to_json())
 
 
-@app.command(epilog=_examples("validate"))
-def validate(
-    data: Annotated[Path, typer.Option(metavar="FILE.csv", help="Measured timings; columns as in validation/data.")],
-    kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel (repeatable).")] = None,
-    overrides: SetOption = None,
-    engine: EngineOption = "compiled",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU unless given.")] = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
-    effects: Annotated[
-        bool, typer.Option("--effects", help="Compare each variant with the default variant of its shape.")
-    ] = False,
-    fail_above: Annotated[
-        float | None,
-        typer.Option(metavar="PCT", help="Exit with 3 when the mean absolute error of a group is above PCT per cent."),
-    ] = None,
-    json_path: JsonOption = None,
-) -> None:
-    """Compare predictions with measurements, per row and per group.
-
-    Rows without a clock are compared in time, at the architecture's sustained clock.
-
-    Rows that cannot be predicted are listed with the reason.
-    """
-    from fasim.studies.validate import validate as study
-    from fasim.studies.validate_report import render_validation
-
-    with announced(engine), progress_bar() as progress:
-        bar = progress.add_task("simulating", total=None)
-        result = study(
-            data,
-            kernels=kernel or (),
-            overrides=overrides or (),
-            engine=engine,
-            jobs=jobs,
-            effects=effects,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    console_for(stderr=json_path == "-").print(render_validation(result, rows=rows))
-    if json_path is not None:
-        write_text(json_path, json.dumps(result.to_dict(), indent=2) + "\n")
-    if fail_above is not None:
-        failures = result.failures(fail_above / 100)
-        if failures:
-            raise ToleranceError(f"{data}: above {fail_above:g} %: {'; '.join(failures)}")
-
-
+app.command(epilog=_examples("validate"))(cli_validate.validate)
+app.command(epilog=_examples("phases"))(cli_validate.phases)
 app.command(epilog=_examples("compare"))(cli_explain.compare)
 app.command(epilog=_examples("bounds"))(cli_explain.bounds)
 app.command(epilog=_examples("explain"))(cli_explain.explain)

@@ -31,6 +31,7 @@ from fasim.studies.validation import RESULT, SHAPE, SHORT_US, Effect, Row, Valid
 if TYPE_CHECKING:
     from fasim.library import Schedule
     from fasim.problem import Problem
+    from fasim.run import Run
 
 #: Kernels whose schedule has another name, with the knobs that make it that kernel. As in FlashAttention-3's
 #: ``num_splits``, 0 lets its heuristic choose.
@@ -39,9 +40,9 @@ ALIASES: dict[str, tuple[str, dict[str, object]]] = {
     "fa3split": ("fa3", {"splits": 0}),
 }
 
-_REQUIRED = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q", "heads_q", "head_dim")
+REQUIRED = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q", "heads_q", "head_dim")
 _MEASURED = ("ms", "sm_clock_mhz", "cycles")
-_CONTRACT = frozenset((*_REQUIRED, *SHAPE, *_MEASURED))
+_CONTRACT = frozenset((*REQUIRED, *SHAPE, *_MEASURED))
 
 Progress = Callable[[int, int], None]
 Line = tuple[int, dict[str, str]]  # number in the file, cells
@@ -67,21 +68,25 @@ class Task:
     clock_mhz: float | None
     engine: str
 
+    def simulate(self, traced: bool = False) -> Run:
+        """Simulate, with a trace of SM 0 when ``traced``. Raises what :func:`fasim.simulate.simulate` raises."""
+        from fasim.arch import load_arch
+        from fasim.simulate import TraceSpec, simulate
+
+        return simulate(
+            self.schedule,
+            self.problem,
+            load_arch(self.arch, self.overrides),
+            knobs=dict(self.knobs),
+            clock_mhz=self.clock_mhz,
+            engine=self.engine,
+            trace=TraceSpec() if traced else None,
+        )
+
     def run(self) -> Outcome | str:
         """Simulate; an expected failure is returned as its message."""
-        from fasim.arch import load_arch
-        from fasim.simulate import simulate
-
         try:
-            arch = load_arch(self.arch, self.overrides)
-            run = simulate(
-                self.schedule,
-                self.problem,
-                arch,
-                knobs=dict(self.knobs),
-                clock_mhz=self.clock_mhz,
-                engine=self.engine,
-            )
+            run = self.simulate()
         except FasimError as error:
             return str(error)
         return Outcome(run.cycles, run.clock_mhz, run.bottleneck)
@@ -116,16 +121,17 @@ def validate(
     from fasim.library import load_schedule
 
     path = Path(data)
-    content, lines = _read(path, kernels, effects)
-    _check_overrides(lines, overrides)
+    content, names, lines = read_lines(path, (*REQUIRED, *(("variant",) if effects else ())), kernels)
+    if not {"ms", "cycles"} & set(names):
+        raise ConfigError(f"{path}: neither 'ms' nor 'cycles' is a column{did_you_mean('ms', names)}")
+    check_overrides(lines, overrides)
     load = cache(load_schedule)
-    tasks = [_task(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
+    tasks = [task_of(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
     outcomes = _simulate([task for task in tasks if isinstance(task, Task)], jobs or os.cpu_count() or 1, progress)
     rows = tuple(
         _compare(f"{path}:{number}", columns, outcomes[task] if isinstance(task, Task) else task)
         for (number, columns), task in zip(lines, tasks, strict=True)
     )
-    names = list(lines[0][1]) if lines else []
     knobs = {name for task in tasks if isinstance(task, Task) for name, _ in task.knobs}
     return Validation(
         data=str(data),
@@ -139,8 +145,11 @@ def validate(
     )
 
 
-def _read(path: Path, kernels: Sequence[str], effects: bool) -> tuple[bytes, list[Line]]:
-    """The bytes of the file and its rows of the wanted kernels with their line numbers."""
+def read_lines(path: Path, required: Sequence[str], kernels: Sequence[str] = ()) -> tuple[bytes, list[str], list[Line]]:
+    """The bytes of a CSV file, its columns, and its rows of the wanted kernels (all when empty) with line numbers.
+
+    Raises ConfigError for what is no CSV file with the ``required`` columns, and for an unknown kernel.
+    """
     try:
         content = path.read_bytes()
         text = io.StringIO(content.decode("utf-8-sig"), newline="")
@@ -152,25 +161,23 @@ def _read(path: Path, kernels: Sequence[str], effects: bool) -> tuple[bytes, lis
         raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: not a CSV file: {error}") from None
-    for name in (*_REQUIRED, *(("variant",) if effects else ())):
+    for name in required:
         if name not in names:
             raise ConfigError(f"{path}: column '{name}' is missing{did_you_mean(name, names)}")
-    if not {"ms", "cycles"} & set(names):
-        raise ConfigError(f"{path}: neither 'ms' nor 'cycles' is a column{did_you_mean('ms', names)}")
     for name in names:
         if name in RESULT or names.count(name) > 1:
             raise ConfigError(f"{path}: column '{name}' is {'reserved' if name in RESULT else 'there twice'}")
     for number, row in lines:
         if "" in row:
             raise ConfigError(f"{path}:{number}: more cells than columns")
-    known = {row["kernel"] for _, row in lines}
+    known = {row["kernel"] for _, row in lines} if kernels else set()
     for kernel in kernels:
         if kernel not in known:
             raise ConfigError(f"--kernel: {path} has no '{kernel}'{did_you_mean(kernel, known)}")
-    return content, [line for line in lines if not kernels or line[1]["kernel"] in kernels]
+    return content, names, [line for line in lines if not kernels or line[1]["kernel"] in kernels]
 
 
-def _task(
+def task_of(
     where: str, columns: Mapping[str, str], load: Callable[[str], Schedule], overrides: Sequence[str], engine: str
 ) -> Task | str:
     """The simulation of a row, or the reason why there is none. ``where`` is the file and line."""
@@ -208,7 +215,7 @@ def _arch_name(columns: Mapping[str, str]) -> str:
     return name if name.endswith(".toml") else name.replace("-", "_")
 
 
-def _check_overrides(lines: Iterable[Line], overrides: Sequence[str]) -> None:
+def check_overrides(lines: Iterable[Line], overrides: Sequence[str]) -> None:
     """Raise for an override that is wrong for an arch: a slip of the caller's, not of a row."""
     from fasim.arch import load_arch
 
@@ -279,7 +286,7 @@ def _effects(rows: Iterable[Row]) -> Iterator[Effect]:
 
     def shape(row: Row) -> tuple[str, ...]:
         family = row.columns["variant"].partition("_")[0]
-        return (family, *(row.columns.get(name, "") for name in (*_REQUIRED, *SHAPE)))
+        return (family, *(row.columns.get(name, "") for name in (*REQUIRED, *SHAPE)))
 
     predicted = [row for row in rows if row.error is not None]
     defaults = {shape(row): row for row in predicted if row.columns["variant"].endswith("_default")}
@@ -301,7 +308,7 @@ def _ratio(value: float | None, base: float | None) -> float:
 
 def _integer(where: str, columns: Mapping[str, str], name: str) -> int | None:
     text = columns.get(name, "")
-    if not text and name not in _REQUIRED:
+    if not text and name not in REQUIRED:
         return None
     try:
         return int(text)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -53,13 +53,23 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Track:
-    """A line of the UI. ``process`` 1 is the run, SM n is process n + 2 (0 is the kernel's in both formats)."""
+    """A line of the UI. ``process`` 1 is the (first) run, SM n is process n + 2 (0 is the kernel's in both formats)."""
 
     process: int
     process_name: str
     rank: int
     name: str
     slices: Iterator[_Slice] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace, the name of its processes in the UI, a headline over it, and what a click on that shows."""
+
+    name: str
+    headline: str
+    properties: Args
+    trace: Trace
 
 
 def write_trace(run: Run, path: str | Path) -> None:
@@ -69,28 +79,43 @@ def write_trace(run: Run, path: str | Path) -> None:
     event format, whose ``ts`` and ``dur`` are then cycles. The same run gives the same bytes.
     Raises ConfigError for another suffix, a run without trace, a missing package or a path that cannot be written.
     """
+    check_suffix(Path(path), SUFFIXES, "trace")
+    trace = require_trace(run)
+    write_recordings([Recording("", " · ".join(provenance(run)), _run_args(run, trace), trace)], run.meta, path)
+
+
+def write_recordings(recordings: Sequence[Recording], meta: Mapping[str, Any], path: str | Path) -> None:
+    """Write several traces into one file, one below the other; ``meta`` goes into the header of JSON.
+
+    Formats and errors as for :func:`write_trace`.
+    """
     path = Path(path)
     check_suffix(path, SUFFIXES, "trace")
-    trace = require_trace(run)
-    write = _write_pftrace if path.name.lower().endswith(".pftrace") else _write_json
-    if write is _write_pftrace:
+    tracks = _tracks(recordings)
+    if pftrace := path.name.lower().endswith(".pftrace"):
         _require_perfetto()
     with atomic_output(path) as file:
-        if path.name.lower().endswith(".gz"):
+        if pftrace:
+            _write_pftrace(tracks, file)
+        elif path.name.lower().endswith(".gz"):
             with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
-                write(run, trace, cast(IO[bytes], packed))
+                _write_json(tracks, meta, cast(IO[bytes], packed))
         else:
-            write(run, trace, file)
+            _write_json(tracks, meta, file)
 
 
-def _tracks(run: Run, trace: Trace) -> Iterator[_Track]:
-    whole = _Slice(
-        " · ".join(provenance(run)), "run", 0.0, float(trace.end.max()) / trace.ticks_per_cycle, _run_args(run, trace)
-    )
-    yield _Track(1, "fasim", 0, "run", iter([whole]))
-    for sm in np.unique(trace.sm).tolist():
-        for rank, row in enumerate(rows_of(trace, sm)):
-            yield _Track(sm + 2, f"SM {sm} ({_SCALE})", rank, row.label, _slices(trace, row.index.tolist()))
+def _tracks(recordings: Sequence[Recording]) -> Iterator[_Track]:
+    first = 1  # process of the headline
+    for recording in recordings:
+        trace, name = recording.trace, recording.name
+        length = float(trace.end.max(initial=0)) / trace.ticks_per_cycle
+        whole = _Slice(recording.headline, "run", 0.0, length, recording.properties)
+        yield _Track(first, name or "fasim", 0, "run", iter([whole]))
+        for sm in np.unique(trace.sm).tolist():
+            label = f"{name} SM {sm} ({_SCALE})".lstrip()
+            for rank, row in enumerate(rows_of(trace, sm)):
+                yield _Track(first + 1 + sm, label, rank, row.label, _slices(trace, row.index.tolist()))
+        first += 2 + int(trace.sm.max(initial=0))
 
 
 def _run_args(run: Run, trace: Trace) -> Args:
@@ -119,11 +144,11 @@ def _slices(trace: Trace, index: list[int]) -> Iterator[_Slice]:
         yield _Slice(name, reason, start / trace.ticks_per_cycle, end / trace.ticks_per_cycle, args)
 
 
-def _write_json(run: Run, trace: Trace, file: IO[bytes]) -> None:
-    header = {"scale": _SCALE, **run.meta}
+def _write_json(tracks: Iterable[_Track], meta: Mapping[str, Any], file: IO[bytes]) -> None:
+    header = {"scale": _SCALE, **meta}
     file.write(b'{"displayTimeUnit":"ns","otherData":' + _json(header) + b',"traceEvents":[')
     separator = b"\n"
-    for event in _json_events(run, trace):
+    for event in _json_events(tracks):
         file.write(separator + _json(event))
         separator = b",\n"
     file.write(b"\n]}\n")
@@ -133,8 +158,8 @@ def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _json_events(run: Run, trace: Trace) -> Iterator[dict[str, Any]]:
-    for track in _tracks(run, trace):
+def _json_events(tracks: Iterable[_Track]) -> Iterator[dict[str, Any]]:
+    for track in tracks:
         where = {"pid": track.process, "tid": track.rank + 1}
         names = {"process_name": track.process_name, "thread_name": track.name}
         for event, name in names.items():
@@ -152,13 +177,13 @@ def _require_perfetto() -> None:
         raise ConfigError(".pftrace needs the 'perfetto' package: pip install 'fasim[trace]', or write .json") from None
 
 
-def _write_pftrace(run: Run, trace: Trace, file: IO[bytes]) -> None:
+def _write_pftrace(tracks: Iterable[_Track], file: IO[bytes]) -> None:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackDescriptor, TrackEvent
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
     builder = StreamingTraceProtoBuilder(file)
     processes: set[int] = set()
-    for uuid, track in enumerate(_tracks(run, trace), start=1_000_000):
+    for uuid, track in enumerate(tracks, start=1_000_000):
         if track.process not in processes:
             processes.add(track.process)
             packet = builder.create_packet()

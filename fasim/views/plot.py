@@ -45,7 +45,7 @@ SUFFIXES = (".png", ".svg")
 #: Okabe and Ito's palette (jfly.uni-koeln.de/color, 2008), told apart in all common forms of colour
 #: blindness; roles take it in this order, those that own tensor work first.
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
-_UNIT_COLOUR = "#5A5A5A"
+UNIT_COLOUR = "#5A5A5A"
 _INK = "#222222"
 
 #: Hatch of each wait; "work" is solid and "issue" a paler solid.
@@ -57,7 +57,7 @@ _HATCH = {
     "empty": "----",
     "memory": "++++",
 }
-_LEGEND = {
+LEGEND = {
     "work": "work, busy",
     "issue": "issue",
     "pipe": "pipe taken",
@@ -104,7 +104,7 @@ def plot_timeline(
     with rc_context({"svg.hashsalt": "fasim", "hatch.linewidth": 0.6, "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(_WIDTH_IN, total), facecolor="white")
         FigureCanvasAgg(figure)
-        colours = _role_colours(traces, rows)
+        colours = role_colours(traces, rows)
         top = total - _HEAD_IN
         used: set[str] = set()
         for (label, run), trace, panel, window, height in zip(runs, traces, rows, windows, heights, strict=True):
@@ -123,7 +123,7 @@ def plot_timeline(
             figure.savefig(file, format=path.suffix[1:].lower(), dpi=160, metadata=_metadata(path, runs))
 
 
-def _role_colours(traces: Sequence[Trace], rows: Sequence[Sequence[Row]]) -> dict[str, str]:
+def role_colours(traces: Sequence[Trace], rows: Sequence[Sequence[Row]]) -> dict[str, str]:
     """Colour of every role label of all runs; the same role has the same colour in every panel."""
     owners: dict[str, None] = {}
     others: dict[str, None] = {}
@@ -181,7 +181,7 @@ def _draw_row(
     spans = np.column_stack((begin - origin, end - begin))
     if row.is_unit:
         owner, labels = owners_of(trace, index)
-        looks = [("work", colours.get(labels[o], _UNIT_COLOUR) if o >= 0 else _UNIT_COLOUR) for o in owner]
+        looks = [("work", colours.get(labels[o], UNIT_COLOUR) if o >= 0 else UNIT_COLOUR) for o in owner]
     else:
         looks = [(REASONS[kind], colours[row.label]) for kind in trace.kind[index]]
     busy = [look[0] == "work" for look in looks]
@@ -259,7 +259,7 @@ def _decorate(
     figure.text(edge, top, f"SM {sm} over time", fontsize=14, fontweight="bold", color=_INK, va="center")
     figure.text(1 - edge, top, _common_provenance(runs), fontsize=9, color="#555555", ha="right", va="center")
     roles = [Patch(label=label, **_look("work", colour)) for label, colour in colours.items()]
-    reasons = [Patch(label=_LEGEND[reason], **_look(reason, "#777777")) for reason in REASONS if reason in used]
+    reasons = [Patch(label=LEGEND[reason], **_look(reason, "#777777")) for reason in REASONS if reason in used]
     for handles, height in ((roles, 0.5), (reasons, 0.26)):
         figure.legend(
             handles=handles,

@@ -58,7 +58,7 @@ _BAR_WIDTH = 20
 _HIGH_PERCENT = 80.0  # a unit this busy is near its limit
 _STALL_PERCENT = 20.0  # a wait this long deserves a look, unless it is one of:
 #: Healthy: blocked at issue the MMA queue is full, a producer that waits for an empty buffer is ahead.
-_HEALTHY = ("issue", "empty", "launch", "tail")
+HEALTHY = ("issue", "empty", "launch", "tail")
 #: Column heads of at most four characters, the width of a share.
 _SHORT = {"issue": "iss", "dependency": "dep", "barrier": "barr", "empty": "empt", "memory": "mem", "launch": "lnch"}
 
@@ -126,7 +126,7 @@ class _StallTable:
     """Stall shares by role; the column heads are abbreviated where the terminal is too narrow for them."""
 
     def __init__(self, stalls: Mapping[str, Mapping[str, float]]) -> None:
-        self.stalls = {role: dict(zip(REASONS, _tenths(shares), strict=True)) for role, shares in stalls.items()}
+        self.stalls = {role: dict(zip(REASONS, tenths(shares), strict=True)) for role, shares in stalls.items()}
         self.reasons = [r for r in REASONS if any(row[r] for row in self.stalls.values())]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -144,7 +144,7 @@ class _StallTable:
         return table
 
 
-def _tenths(shares: Mapping[str, float]) -> list[float]:
+def tenths(shares: Mapping[str, float]) -> list[float]:
     """Shares in the order of REASONS, rounded to 0.1 so that the printed row adds up to 100 exactly.
 
     By the largest remainder method.
@@ -162,7 +162,7 @@ def _share_cell(reason: str, percent: float) -> Text:
         return Text("-", style="dim")
     if reason == "work":
         return Text(f"{percent:.1f}", style="green")
-    waiting = reason not in _HEALTHY and percent >= _STALL_PERCENT
+    waiting = reason not in HEALTHY and percent >= _STALL_PERCENT
     return Text(f"{percent:.1f}", style="yellow" if waiting else "")
 
 

@@ -1,0 +1,180 @@
+"""One run as one HTML file that needs no network: headline, utilisation, stalls, timeline, provenance.
+
+How to read the timeline: rows, colours and hatches are those of ``fasim.views.plot``. Wheel or up and down keys zoom,
+dragging or left and right keys move, pointing at a slice says what it is. "busy" is the share of the visible window in
+which the role worked or the unit was occupied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fasim.analysis.losses import Loss
+from fasim.run import REASONS, UNITS, Run, Trace
+from fasim.views.bounds_report import bound_line
+from fasim.views.common import (
+    IDLE_REASONS,
+    Row,
+    atomic_output,
+    check_suffix,
+    knob_text,
+    owners_of,
+    provenance,
+    require_trace,
+    rows_of,
+    window_of,
+)
+from fasim.views.plot import LEGEND, UNIT_COLOUR, role_colours
+from fasim.views.report import HEALTHY, tenths
+
+SUFFIXES = (".html",)
+
+#: Slices in one file. A slice is six small numbers, about 20 bytes as text: the file stays below 3 MB.
+MAX_SLICES = 100_000
+
+
+def write_html(
+    run: Run,
+    path: str | Path,
+    *,
+    sm: int = 0,
+    cycles: tuple[int, int] | None = None,
+    losses: Sequence[Loss] = (),
+) -> None:
+    """Write the report of ``run`` with the timeline of ``sm`` into ``path``; the same run gives the same bytes.
+
+    The timeline opens at the window [first, last) ``cycles``, by default at a few iterations in steady state. It
+    holds everything recorded of ``sm``, or the ``MAX_SLICES`` around that window, which the page then says.
+    ``losses`` (:func:`fasim.analysis.losses.losses`) adds the way from peak to achieved. Raises ConfigError for
+    another suffix, a run without trace, an ``sm`` or ``cycles`` outside the trace, or a path that cannot be written.
+    """
+    path = Path(path)
+    check_suffix(path, SUFFIXES, "report")
+    trace = require_trace(run)
+    rows = rows_of(trace, sm)
+    data, cut = _timeline(trace, rows, window_of(trace, sm, cycles))
+
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("fasim.views"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": True, "separators": (",", ":")}
+    text = environment.get_template("report.html.j2").render(
+        run=run,
+        sm=sm,
+        origin=provenance(run),
+        dtype=str(run.meta.get("problem", {}).get("dtype", "")).upper(),
+        bound=bound_line(run),
+        units=_units(run),
+        reasons=[reason for reason in REASONS if any(shares.get(reason) for shares in run.stalls.values())],
+        stalls={role: dict(zip(REASONS, tenths(shares), strict=True)) for role, shares in run.stalls.items()},
+        healthy=HEALTHY,
+        traffic=_traffic(run),
+        waterfall=_waterfall(losses),
+        meta={key: _meta_text(value) for key, value in sorted(run.meta.items())},
+        cut=cut,
+        truncated=trace.truncated,
+        data=data,
+    )
+    with atomic_output(path) as file:
+        file.write(text.encode())
+
+
+def _timeline(trace: Trace, rows: Sequence[Row], window: tuple[int, int]) -> tuple[dict[str, Any], str]:
+    """What the page draws, as plain data, and what it has to say when that is not all of the recording.
+
+    ``rows[].slices`` is flat, six integers a slice: ticks since the end of the one before (of the first, since 0),
+    length in ticks, reason (on a unit: position in the row's ``owners``, -1 when unknown), name, tile, iteration.
+    """
+    recorded = np.concatenate([row.index for row in rows])
+    low, high = int(trace.start[recorded].min()), int(trace.end[recorded].max())
+    cut = ""
+    if len(recorded) > MAX_SLICES:
+        start = np.sort(trace.start[recorded])
+        middle = int(np.searchsorted(start, sum(window) * trace.ticks_per_cycle // 2))
+        first = min(max(middle - MAX_SLICES // 2, 0), len(start) - MAX_SLICES)
+        low, high = int(start[first]), int(start[first + MAX_SLICES - 1])
+        shown, total = (f"{tick // trace.ticks_per_cycle:,}" for tick in (high, trace.end[recorded].max()))
+        cut = f"Cut to cycles {low // trace.ticks_per_cycle:,} to {shown} of {total}, about {MAX_SLICES:,} of "
+        cut += f"{len(recorded):,} slices; choose others with --cycles A:B."
+    colours = role_colours([trace], [rows])
+    data = {
+        "ticks": trace.ticks_per_cycle,
+        "limits": [low // trace.ticks_per_cycle, -(-high // trace.ticks_per_cycle)],
+        "window": list(window),
+        "reasons": list(REASONS),
+        "legend": LEGEND,
+        "idle": list(IDLE_REASONS),
+        "names": list(trace.names),
+        "colours": colours,
+        "unit_colour": UNIT_COLOUR,
+        "rows": [_row_data(trace, row, low, high) for row in rows],
+    }
+    return data, cut
+
+
+def _row_data(trace: Trace, row: Row, low: int, high: int) -> dict[str, Any]:
+    index = row.index[(trace.end[row.index] > low) & (trace.start[row.index] <= high)]
+    start, end = trace.start[index], trace.end[index]
+    kind, owners = owners_of(trace, index) if row.is_unit else (trace.kind[index], [])
+    gap = start - np.append(0, end[:-1])[: len(start)]
+    columns = (gap, end - start, kind, trace.name[index], trace.tile[index], trace.iteration[index])
+    return {
+        "label": row.label,
+        "unit": row.is_unit,
+        "owners": owners,
+        "slices": np.column_stack(columns).ravel().tolist(),
+    }
+
+
+def _units(run: Run) -> list[tuple[str, float, float | None]]:
+    """Unit, its utilisation over the run and in steady state; the busiest first."""
+    steady = run.utilisation_steady or {}
+    order = {unit: position for position, unit in enumerate(UNITS)}
+    busiest = sorted(run.utilisation.items(), key=lambda item: (-item[1], order.get(item[0], len(order))))
+    return [(unit, percent, steady.get(unit)) for unit, percent in busiest]
+
+
+def _traffic(run: Run) -> list[tuple[str, float, float, float]]:
+    """Level, MB read, MB written, GB/s."""
+    found = []
+    for level in ("l2", "hbm"):
+        read, write = (run.traffic.get(f"{level}_{way}_bytes", 0.0) for way in ("read", "write"))
+        found.append(
+            (level.upper(), read / 1e6, write / 1e6, (read + write) / run.time_us / 1e3 if run.time_us else 0.0)
+        )
+    return found
+
+
+def _waterfall(losses: Sequence[Loss]) -> list[dict[str, Any]]:
+    """Bars from the useful share up to 100 %, ``left`` and ``width`` in % of the room; a negative loss goes back."""
+    if not losses:
+        return []
+    reached = useful = 100 - sum(loss.percent for loss in losses)
+    bars = [("useful", "unmasked FLOPs at the dense peak of all SMs", useful, 0.0, useful)]
+    for loss in losses:
+        before, reached = reached, reached + loss.percent
+        bars.append((loss.name, loss.how, loss.percent, min(before, reached), abs(loss.percent)))
+    scale = 100 / max(left + width for *_, left, width in bars)
+    return [
+        {"name": name, "how": how, "percent": percent, "left": scale * left, "width": scale * width}
+        for name, how, percent, left, width in bars
+    ]
+
+
+def _meta_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_meta_text(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_meta_text, value))
+    return f"{value:.10g}" if isinstance(value, float) else knob_text(value)
