@@ -24,6 +24,7 @@ from fasim.views.plot import plot_timeline
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "validation" / "data"
+PARTS = ("pictures", "story", "accuracy")
 
 #: Shapes that shuffle_latency_cycles in arch_models/h100.toml was fitted on (all else is held out).
 FITTED_SEQLENS = ("1024", "4096")
@@ -202,8 +203,10 @@ to +5 %.
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["pictures", "accuracy", "story"], help="default: all")
-    wanted = parser.parse_args().what or ["pictures", "accuracy", "story"]
+    parser.add_argument("what", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    wanted = parser.parse_args().what or list(PARTS)
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))} (choices: {', '.join(PARTS)})")
     (ROOT / "docs" / "img").mkdir(exist_ok=True)
     if "pictures" in wanted:
         pictures()
