@@ -28,9 +28,8 @@ from fasim.image import (
     IntArray,
 )
 from fasim.ops import INSTRUCTION_PIPE, Mma, Vector
+from fasim.problem import DTYPE_BITS
 
-#: Bits of one operand element.
-DTYPE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
 #: Which field of ``Interference`` says how long an instruction of a class delays a running MMA.
 _DELAY_FIELD = {
     "ffma": "ffma_delay_cycles",

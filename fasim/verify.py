@@ -40,7 +40,7 @@ def ctas_per_sm(kernel: Kernel) -> int:
 def verify(kernel: Kernel) -> None:
     """Check every structural rule; the first violation is raised.
 
-    Raises :class:`BudgetError` for SMEM, TMEM, registers and threads, :class:`ModelError` for a
+    Raises :class:`BudgetError` for SMEM, TMEM, registers, threads and named barriers, :class:`ModelError` for a
     barrier without arrivals or waits, an unknown name, or a tile table that does not fit the grid.
     """
     _budgets(kernel)
@@ -85,6 +85,9 @@ def _budgets(kernel: Kernel) -> None:
         raise BudgetError(
             f"{kernel.name} on {arch.name}: {cta_registers(kernel)} registers exceed {sm.registers} per SM ({parts})"
         )
+    named = sum(b.stages * max(1, b.per_instance) for b in kernel.barriers if b.named)
+    if named > sm.named_barriers:
+        raise BudgetError(f"{kernel.name} on {arch.name}: {named} named barriers exceed {sm.named_barriers} per CTA")
     if kernel.threads > sm.max_threads:
         raise BudgetError(f"{kernel.name} on {arch.name}: {kernel.threads} threads exceed {sm.max_threads} per SM")
     if kernel.tmem_columns:

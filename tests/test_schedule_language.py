@@ -135,6 +135,14 @@ def test_thread_budget():
     assert refused(k, BudgetError) == "toy on toy: 384 threads exceed 256 per SM"
 
 
+def test_named_barrier_budget():
+    k = one_role(toy_arch("sm.named_barriers=3"))
+    k.turns("turn", 3)
+    verify(k)
+    k.barrier("sync", 2, named=True)
+    assert refused(k, BudgetError) == "toy on toy: 4 named barriers exceed 3 per CTA"
+
+
 def test_tensor_memory_budgets():
     k = one_role()
     k.tmem_columns = 128
