@@ -48,6 +48,7 @@ class _Tables:
     """What grows while code is emitted."""
 
     code: list[list[int]] = field(default_factory=list)
+    ops: list[Op | None] = field(default_factory=list)  # what each instruction was lowered from
     names: dict[str, int] = field(default_factory=dict)
     demand: list[VectorDemand] = field(default_factory=list)
     demand_index: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class _AgentEmitter:
         self.arch = kernel.arch
         self.port_share, self.mma_sync = port_share, mma_sync
         self.counters: dict[str, int] = {}
+        self.op: Op | None = None
         self.columns = {name: i for i, name in enumerate(kernel.tiles)}
         self.tensor_index = {tensor.name: i for i, tensor in enumerate(kernel.tensors)}
         self.barrier_base: dict[str, int] = {}
@@ -87,6 +89,7 @@ class _AgentEmitter:
         for key, value in operands.items():
             row[int(key[1:])] = value
         self.tables.code.append(row)
+        self.tables.ops.append(self.op)
         return len(self.tables.code) - 1
 
     def set(self, pc: int, column: int, value: int) -> None:
@@ -117,6 +120,7 @@ class _AgentEmitter:
 
     def one(self, op: Op, depth: int) -> None:
         sync = self.arch.sm.sync
+        self.op = op
         if isinstance(op, Vector):
             self.vector(op)
         elif isinstance(op, Mma):
@@ -244,6 +248,7 @@ class _AgentEmitter:
         self.set(pc, im.L_TRIPS, 0 if named else int(op.trips))
         self.set(pc, im.L_DEPTH, depth)
         self.body(op.body, depth + 1)
+        self.op = op
         end = self.emit(im.END_LOOP, op.label)
         self.set(end, im.L_EXIT, pc + 1)
         self.set(end, im.L_DEPTH, depth)
@@ -253,6 +258,7 @@ class _AgentEmitter:
         pc = self.emit(im.TILE, "next tile")
         self.set(pc, im.T_DRAWS, int(op.draws))
         self.body(op.body, depth)
+        self.op = op
         end = self.emit(im.END_TILE, "next tile")
         self.set(end, im.T_EXIT, pc)
         self.set(pc, im.T_EXIT, end + 1)
@@ -260,6 +266,12 @@ class _AgentEmitter:
 
 def lower_all(kernels: Sequence[Kernel], clock_mhz: float) -> list[im.Image]:
     """Lower kernels launched one after the other; tensors of the same name share their L2 lines."""
+    lines = all_lines(kernels)
+    return [lower(kernel, clock_mhz, lines) for kernel in kernels]
+
+
+def all_lines(kernels: Sequence[Kernel]) -> dict[str, int]:
+    """Tensors of kernels launched one after the other and their L2 lines. Raises ModelError where two disagree."""
     lines: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:
@@ -267,11 +279,20 @@ def lower_all(kernels: Sequence[Kernel], clock_mhz: float) -> list[im.Image]:
                 raise ModelError(
                     f"{kernel.name}: tensor '{tensor.name}' has {tensor.lines} lines, before {lines[tensor.name]}"
                 )
-    return [lower(kernel, clock_mhz, lines) for kernel in kernels]
+    return lines
 
 
 def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = None) -> im.Image:
+    """The image of ``kernel``, see :func:`lower_program`."""
+    return lower_program(kernel, clock_mhz, lines)[0]
+
+
+def lower_program(
+    kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = None
+) -> tuple[im.Image, tuple[Op | None, ...]]:
     """Verify ``kernel`` and lower it onto its architecture at ``clock_mhz``.
+
+    Returns the image, and for each of its instructions the operation it was lowered from.
 
     The clock matters because memory and launch have rates and times of their own. ``lines``: all
     tensors of a sequence of kernels and their L2 lines; None: the kernel's own. Raises
@@ -293,6 +314,7 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
             entry.append(len(tables.code))
             emitter = _AgentEmitter(kernel, role, instance, tables, share, mma_sync)
             emitter.body(role.body)
+            emitter.op = None
             emitter.emit(im.END, "end")
             counters = max(counters, len(emitter.counters))
             agents.append(role.name if role.count == 1 else f"{role.name}{instance}")
@@ -316,7 +338,7 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
             activity[i, unit] = round(amount)
     columns = tuple(kernel.tiles)
     machine = _machine(kernel, kernel.arch, clock_mhz, slots, len(agents), len(need), counters)
-    return im.Image(
+    image = im.Image(
         machine=machine,
         code=np.array(tables.code, dtype=np.int64),
         demand=np.array([[d.alone, d.beside] for d in tables.demand], dtype=np.int64).reshape(-1, 2, len(im.PIPES)),
@@ -335,6 +357,7 @@ def lower(kernel: Kernel, clock_mhz: float, lines: Mapping[str, int] | None = No
         barriers=tuple(barrier_names),
         columns=columns,
     )
+    return image, tuple(tables.ops)
 
 
 def _machine(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fasim.effects import Effect
+
 #: Instruction classes of vector work and the pipe each executes on (per sub-core).
 #: ``misc`` is anything that only costs an issue slot (uniform datapath, moves, branches).
 INSTRUCTION_PIPE: dict[str, str] = {
@@ -51,9 +53,13 @@ def scale_mix(mix: Mix, factor: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Op:
-    """Base of all recorded operations; ``label`` is what reports and traces call it."""
+    """Base of all recorded operations; ``label`` is what reports and traces call it.
+
+    ``effects``: what it does to values, in this order. They cost nothing; demand is said apart.
+    """
 
     label: str
+    effects: tuple[Effect, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.arch import Arch
+from fasim.effects import Effect, Layout, Load, Smem
 from fasim.errors import ConfigError
 from fasim.ops import (
     Arrive,
@@ -71,6 +72,7 @@ class Tensor:
 
     ``start`` is the tile-table column with the first line a work tile touches, ``step`` the lines
     to move on with every further copy in that tile; ``lines`` the number of distinct lines.
+    ``layout`` says which rows of which array a line holds, for execution on values.
     """
 
     name: str
@@ -78,6 +80,17 @@ class Tensor:
     line_bytes: int
     start: str
     step: int = 0
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Region:
+    """``stages`` x ``columns`` columns of tensor memory from column ``first`` on; regions may share columns."""
+
+    name: str
+    first: int
+    columns: int
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -138,8 +151,19 @@ class Role:
             Wait(f"wait {name} empty", BarrierUse(ring.empty.name, ring.empty.stages, f"{name}.put", 1), "empty")
         )
         use = BarrierUse(ring.full.name, ring.full.stages, f"{name}.load")
+        line, effects = ring.tensor, (Load(Smem(name)),)
         self.record(
-            Copy(f"load {name}", ring.tensor.name, ring.copy_bytes, "load", "tma", use, ring.multicast, ring.boxes)
+            Copy(
+                f"load {name}",
+                line.name,
+                ring.copy_bytes,
+                "load",
+                "tma",
+                use,
+                ring.multicast,
+                ring.boxes,
+                effects=effects if line.layout else (),
+            )
         )
 
     def wait(self, ring: Ring, polled: bool = True) -> None:
@@ -162,9 +186,10 @@ class Role:
         kind: Literal["load", "store", "reduce"],
         engine: Literal["tma", "threads"] = "tma",
         boxes: int = 1,
+        effects: tuple[Effect, ...] = (),
     ) -> None:
         """A copy the role itself waits for with :meth:`wait_copies`."""
-        self.record(Copy(label, tensor.name, nbytes, kind, engine, boxes=boxes))
+        self.record(Copy(label, tensor.name, nbytes, kind, engine, boxes=boxes, effects=effects))
 
     def wait_copies(self, kind: Literal["load", "store"], label: str | None = None) -> None:
         """Wait for this role's outstanding loads or stores."""
@@ -183,9 +208,11 @@ class Role:
         """Vector instructions per thread. Options: see ``ops.Vector``."""
         self.record(Vector(label, dict(mix), **options))
 
-    def delay(self, label: str, cycles: float, reason: str = "dependency") -> None:
+    def delay(
+        self, label: str, cycles: float, reason: str = "dependency", effects: tuple[Effect, ...] = ()
+    ) -> None:
         """A fixed latency."""
-        self.record(Delay(label, cycles, reason))
+        self.record(Delay(label, cycles, reason, effects=effects))
 
     # --- synchronisation -------------------------------------------------------------------
     def arrive(
@@ -231,7 +258,8 @@ class Kernel:
     order the scheduler hands them out. ``mode`` is ``single`` (one tile per CTA, CTAs dispatched in
     order), ``static`` (persistent, CTA i takes tiles i, i + grid, ...) or ``dynamic`` (persistent,
     tiles drawn from an atomic counter). With ``cluster`` > 1 consecutive tiles go to the CTAs of a
-    cluster, so the number of tiles must be a multiple of it.
+    cluster, so the number of tiles must be a multiple of it. ``regions`` name parts of the ``tmem_columns`` columns of
+    tensor memory that the effects of operations refer to.
     """
 
     name: str
@@ -248,6 +276,8 @@ class Kernel:
     barriers: list[Barrier] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     tmem_columns: int = 0
+    regions: list[Region] = field(default_factory=list)
+    not_attention: str | None = None  # why the values are not attention's, where a knob leaves something out
 
     def smem(self, name: str, nbytes: int, stages: int = 1, aliases: str | None = None) -> Buffer:
         """Reserve ``stages`` x ``nbytes`` of shared memory."""
@@ -271,9 +301,17 @@ class Kernel:
         self.barriers.append(barrier)
         return barrier
 
-    def tensor(self, name: str, lines: int, line_bytes: int, start: str, step: int = 0) -> Tensor:
+    def region(self, name: str, first: int, columns: int, stages: int = 1) -> Region:
+        """Name a part of tensor memory, see :class:`Region`."""
+        region = Region(name, first, columns, stages)
+        self.regions.append(region)
+        return region
+
+    def tensor(
+        self, name: str, lines: int, line_bytes: int, start: str, step: int = 0, layout: Layout | None = None
+    ) -> Tensor:
         """Declare a tensor in global memory, see :class:`Tensor`."""
-        tensor = Tensor(name, lines, line_bytes, start, step)
+        tensor = Tensor(name, lines, line_bytes, start, step, layout)
         self.tensors.append(tensor)
         return tensor
 

@@ -15,6 +15,7 @@ import simpy
 from fasim import image as im
 from fasim.engine import memory as mem
 from fasim.engine.common import NO_TRACE, SCHEDULER, Blocked, TraceWindow, beyond_tensor, deadlock, sort_trace
+from fasim.engine.observer import Observer
 from fasim.engine.reference_state import Agent, Cta, Slot, Sm
 from fasim.image import Image, RawResult
 from fasim.run import REASONS, UNIT_SLICE
@@ -25,10 +26,16 @@ Wait = Generator[simpy.Event, None, None]
 
 
 class ReferenceEngine:
-    """One run of one image. ``run`` may be called once."""
+    """One run of one image. ``run`` may be called once. ``observer`` is told what happens."""
 
-    def __init__(self, image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> None:
-        self.image, self.m, self.window = image, image.machine, window
+    def __init__(
+        self,
+        image: Image,
+        window: TraceWindow = NO_TRACE,
+        memory: mem.MemoryState | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.image, self.m, self.window, self.observer = image, image.machine, window, observer
         self.env = simpy.Environment()
         self.memory = memory or mem.new_memory(image.lines)
         self.next_cta, self.next_tile = 0, self.m.grid
@@ -100,6 +107,8 @@ class ReferenceEngine:
         slot = self.slots[group][slot_index]
         slot.cluster, self.next_cta = self.next_cta, self.next_cta + 1
         slot.running, slot.drawn = self.m.cluster * self.m.agents, []
+        if self.observer:
+            self.observer.start(group, slot_index, self.now)
         for cta in slot.ctas:
             cta.arrived, cta.phases = [0] * self.m.barriers, [0] * self.m.barriers
             for agent in cta.agents:
@@ -126,7 +135,11 @@ class ReferenceEngine:
         while True:
             yield agent.start
             while (row := self.code[agent.pc])[im.K_KIND] != im.END:
+                if self.observer:
+                    agent.step = self.observer.begin(agent, agent.pc, self.now)
                 yield from self.step(agent, row)
+                if self.observer:
+                    self.observer.end(agent.step, self.now)
             agent.start = self.env.event()
             self.finish(agent)
 
@@ -227,6 +240,8 @@ class ReferenceEngine:
             yield from self.spend(agent, row[im.M_INTERVAL], ISSUE, row)
         done = max(self.now, agent.mma_ends[-1] + row[im.M_DRAIN]) if agent.mma_ends else self.now
         agent.commits.append(done)
+        if self.observer:
+            self.observer.issued(agent.step, done)
         if row[im.M_BAR] >= 0:
             ranks = range(self.m.cluster) if row[im.M_PAIR] else (agent.sm,)
             self.complete_later(agent, ranks, self.next_barrier(agent, row), done)
@@ -269,7 +284,8 @@ class ReferenceEngine:
         into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT
         if kind != im.LOAD:
             sm.egress_free = max(start, sm.egress_free) + ((nbytes * m.egress_rate) >> im.RATE_SHIFT)
-            agent.stores_done = max(agent.stores_done, max(sm.egress_free, done) + m.store_latency)
+            done = max(sm.egress_free, done) + m.store_latency
+            agent.stores_done = max(agent.stores_done, done)
         else:
             ranks = range(m.cluster) if row[im.C_MULTICAST] else (agent.sm,)
             latency = m.thread_latency if row[im.C_ENGINE] else m.tma_latency
@@ -281,10 +297,13 @@ class ReferenceEngine:
             for rank in ranks:
                 end = self.sms[agent.group][rank].ingress_free
                 self.record(agent, m.agents + 1, end - into_sm, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
+            done += latency
             if row[im.M_BAR] < 0:
-                agent.loads_done = max(agent.loads_done, done + latency)
+                agent.loads_done = max(agent.loads_done, done)
             else:
-                self.complete_later(agent, ranks, self.next_barrier(agent, row), done + latency)
+                self.complete_later(agent, ranks, self.next_barrier(agent, row), done)
+        if self.observer:
+            self.observer.copying(agent.step, line, done)
         yield from self.spend(agent, start + row[im.C_ISSUE] - now, ISSUE, row)
 
     def hbm_bytes(self) -> int:
@@ -304,25 +323,30 @@ class ReferenceEngine:
             slot = self.slots[agent.group][agent.slot]
             event = self.env.event()
             event.callbacks.append(
-                lambda _, cta=slot.ctas[rank], slot=slot, cluster=slot.cluster: self.completed(  # type: ignore[misc]
-                    cta, barrier, slot.cluster == cluster
+                lambda _, rank=rank, slot=slot, cluster=slot.cluster, step=agent.step: self.completed(  # type: ignore[misc]
+                    slot, rank, barrier, slot.cluster == cluster, step
                 )
             )
             self.schedule(event, agent.group, when - self.now)
 
-    def completed(self, cta: Cta, barrier: int, alive: bool) -> None:
+    def completed(self, slot: Slot, rank: int, barrier: int, alive: bool, step: object) -> None:
         """An asynchronous arrival comes due; one meant for a CTA that has ended is lost."""
         self.events += 1
         if alive:
-            self.arrive(cta, barrier)
+            self.arrive(slot, rank, barrier, step)
 
-    def arrive(self, cta: Cta, barrier: int) -> None:
+    def arrive(self, slot: Slot, rank: int, barrier: int, step: object) -> None:
         """One arrival; the last one of a phase wakes the waiting roles in their order."""
+        cta = slot.ctas[rank]
         cta.arrived[barrier] += 1
-        if cta.arrived[barrier] < self.image.need[barrier]:
+        complete = cta.arrived[barrier] >= self.image.need[barrier]
+        if complete:
+            cta.arrived[barrier] = 0
+            cta.phases[barrier] += 1
+        if self.observer:
+            self.observer.arrived(step, rank, barrier, cta.phases[barrier], self.now)
+        if not complete:
             return
-        cta.arrived[barrier] = 0
-        cta.phases[barrier] += 1
         for agent in cta.agents:
             if agent.waiting and agent.waiting[0] == barrier and agent.waiting[1] <= cta.phases[barrier]:
                 self.wake(agent, agent.wake_ticks)
@@ -347,7 +371,7 @@ class ReferenceEngine:
         scopes = {im.SCOPE_CTA: (agent.sm,), im.SCOPE_LEADER: (0,), im.SCOPE_CLUSTER: range(self.m.cluster)}
         for rank in scopes[row[im.B_SCOPE]]:
             if rank == agent.sm:
-                self.arrive(self.cta_of(agent), barrier)
+                self.arrive(self.slots[agent.group][agent.slot], rank, barrier, agent.step)
             else:
                 self.complete_later(agent, (rank,), barrier, self.now + self.m.remote_latency)
 
@@ -359,6 +383,8 @@ class ReferenceEngine:
             yield from self.spend(agent, row[im.B_TRY], ISSUE, row)
         else:
             yield from self.block(agent, barrier, phase, row[im.B_REASON], row[im.B_WAKE], row)
+        if self.observer:
+            self.observer.passed(agent.step, barrier, phase)
 
     # --- work tiles and CTAs ---------------------------------------------------------------
     def tile(self, agent: Agent, row: list[int]) -> Wait:
@@ -397,6 +423,8 @@ class ReferenceEngine:
 
     def finish(self, agent: Agent) -> None:
         """A role ended; the last of a cluster frees the slot for the next CTA."""
+        if self.observer:
+            self.observer.finished(agent, self.now)
         agent.done_at = self.now
         self.last = max(self.last, self.now)
         slot = self.slots[agent.group][agent.slot]
@@ -432,6 +460,11 @@ class ReferenceEngine:
         self.trace.append((start, end, sm, agent.slot, track, name, kind, agent.row, agent.iteration, owner))
 
 
-def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:
+def run(
+    image: Image,
+    window: TraceWindow = NO_TRACE,
+    memory: mem.MemoryState | None = None,
+    observer: Observer | None = None,
+) -> RawResult:
     """Execute ``image`` on the reference engine. ``memory`` None: an empty L2."""
-    return ReferenceEngine(image, window, memory).run()
+    return ReferenceEngine(image, window, memory, observer).run()

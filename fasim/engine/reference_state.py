@@ -56,6 +56,7 @@ class Agent:
     since: int = 0
     wake: simpy.Event | None = None
     wake_ticks: int = 0
+    step: object = None  # what an observer calls the instruction being executed
 
 
 @dataclass
