@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fasim import __version__, cli_explain, cli_numerics, cli_validate
+from fasim import __version__, cli_calibrate, cli_explain, cli_numerics, cli_validate
 from fasim.console import (
     console_for,
     format_value,
@@ -60,6 +60,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "fasim run fa3 --arch h100 --seqlen 1024 --timeline --json run.json",
     ),
     **cli_validate.EXAMPLES,
+    **cli_calibrate.EXAMPLES,
     **cli_explain.EXAMPLES,
     **cli_numerics.EXAMPLES,
     "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
@@ -196,6 +197,7 @@ def run(
 
 app.command(epilog=_examples("validate"))(cli_validate.validate)
 app.command(epilog=_examples("phases"))(cli_validate.phases)
+app.command(epilog=_examples("calibrate"))(cli_calibrate.calibrate)
 app.command(epilog=_examples("compare"))(cli_explain.compare)
 app.command(epilog=_examples("bounds"))(cli_explain.bounds)
 app.command(epilog=_examples("explain"))(cli_explain.explain)
