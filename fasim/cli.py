@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fasim import __version__, cli_calibrate, cli_explain, cli_numerics, cli_validate
+from fasim import __version__, cli_calibrate, cli_check, cli_explain, cli_numerics, cli_validate
 from fasim.console import (
     console_for,
     format_value,
@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     **cli_validate.EXAMPLES,
     **cli_calibrate.EXAMPLES,
     **cli_explain.EXAMPLES,
+    **cli_check.EXAMPLES,
     **cli_numerics.EXAMPLES,
     "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
     "arch": ("fasim arch check arch_models/h100.toml", "fasim arch schema > arch.schema.json"),
@@ -161,10 +162,11 @@ def run(
     )
     traced = timeline or any(file is not None for file in (plot, html, trace))
     with announced(engine):
+        chip = load_chip(arch, overrides, ideal)
         result = simulate(
             load_schedule(schedule),
             problem,
-            load_chip(arch, overrides, ideal),
+            chip,
             knobs=knobs,
             clock_mhz=clock,
             engine=engine,
@@ -186,7 +188,7 @@ def run(
     if html is not None:
         from fasim.views.html import write_html
 
-        write_html(result, html, sm=sm, cycles=window)
+        write_html(result, html, arch=chip, sm=sm, cycles=window)
     if trace is not None:
         from fasim.views.perfetto import write_trace
 
@@ -201,6 +203,7 @@ app.command(epilog=_examples("calibrate"))(cli_calibrate.calibrate)
 app.command(epilog=_examples("compare"))(cli_explain.compare)
 app.command(epilog=_examples("bounds"))(cli_explain.bounds)
 app.command(epilog=_examples("explain"))(cli_explain.explain)
+app.command(epilog=_examples("check"))(cli_check.check)
 app.command(epilog=_examples("numerics"))(cli_numerics.numerics)
 
 

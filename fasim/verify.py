@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fasim.errors import BudgetError, ModelError
 from fasim.ops import Arrive, BarrierUse, Copy, Loop, Mma, Op, TileLoop, Wait, WaitMma
 from fasim.schedule import Kernel, Role, walk
@@ -35,6 +37,35 @@ def ctas_per_sm(kernel: Kernel) -> int:
     if kernel.max_ctas_per_sm is not None:
         limits.append(kernel.max_ctas_per_sm)
     return max(1, min(limits))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a resource a CTA uses; ``used`` may exceed ``limit``."""
+
+    resource: str
+    used: int
+    limit: int
+
+
+def budgets(kernel: Kernel) -> list[Budget]:
+    """Resources of one CTA against what the SM has for it."""
+    sm = kernel.arch.sm
+    found = [
+        Budget("shared memory bytes", kernel.smem_bytes, sm.smem.max_cta_bytes),
+        Budget("registers", cta_registers(kernel), sm.registers),
+        *(Budget(f"registers per thread, {r.name}", r.registers, sm.max_registers_per_thread) for r in kernel.roles),
+        Budget("threads", kernel.threads, sm.max_threads),
+        Budget("named barriers", named_barriers(kernel), sm.named_barriers),
+    ]
+    if kernel.tmem_columns:
+        found.append(Budget("TMEM columns", kernel.tmem_columns, sm.tmem.columns if sm.tmem else 0))
+    return found
+
+
+def named_barriers(kernel: Kernel) -> int:
+    """Hardware named barriers of one CTA."""
+    return sum(b.stages * max(1, b.per_instance) for b in kernel.barriers if b.named)
 
 
 def verify(kernel: Kernel) -> None:
@@ -85,7 +116,7 @@ def _budgets(kernel: Kernel) -> None:
         raise BudgetError(
             f"{kernel.name} on {arch.name}: {cta_registers(kernel)} registers exceed {sm.registers} per SM ({parts})"
         )
-    named = sum(b.stages * max(1, b.per_instance) for b in kernel.barriers if b.named)
+    named = named_barriers(kernel)
     if named > sm.named_barriers:
         raise BudgetError(f"{kernel.name} on {arch.name}: {named} named barriers exceed {sm.named_barriers} per CTA")
     if kernel.threads > sm.max_threads:

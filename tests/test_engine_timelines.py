@@ -428,6 +428,7 @@ def test_arrive_reaches_the_ctas_of_its_scope(scope, passes):
     assert str(stuck.value) == str(again.value)
     assert str(stuck.value).endswith(
         f"\n  SM {left} receiver: waits for phase 1 of barrier 'bar' (0 complete) since cycle 100"
+        "\n  who waits for whom: receiver waits for 'bar' of sender, which has ended"
     )
 
 
@@ -518,6 +519,7 @@ def test_deadlock_names_role_barrier_phase_and_time(engine):
         "deadlock: nothing is left to do but these roles have not finished\n"
         "  SM 0 producer: waits for phase 1 of barrier 'K.empty' (0 complete) since cycle 109\n"
         "  SM 0 consumer: waits for phase 2 of barrier 'K.full' (1 complete) since cycle 321\n"
+        "  who waits for whom: producer waits for 'K.empty' of consumer; consumer waits for 'K.full' of producer\n"
         "  and the same on 2 more SM groups"
     )
 

@@ -67,5 +67,46 @@ def deadlock(image: Image, blocked: list[Blocked]) -> DeadlockError:
     others = len({item.group for item in blocked}) - 1
     tail = f"\n  and the same on {others} more SM groups" if others else ""
     return DeadlockError(
-        "deadlock: nothing is left to do but these roles have not finished\n" + "\n".join(lines) + tail
+        "deadlock: nothing is left to do but these roles have not finished\n"
+        + "\n".join([*lines, *_chain(image, [item for item in blocked if item.group == first])])
+        + tail
     )
+
+
+def _chain(image: Image, blocked: list[Blocked]) -> list[str]:
+    """Who waits for whom: from the first blocked role to one that cannot be helped, or round to one named before.
+
+    Of several roles that a barrier waits for, the one that has been blocked longest is followed.
+    """
+    m = image.machine
+    waits = {item.agent: item for item in blocked}
+    current, seen, text = blocked[0].agent, list[int](), []
+    while current in waits and current not in seen:
+        seen.append(current)
+        barrier = waits[current].barrier
+        if barrier < 0:
+            return []  # the scheduler's own role is among the blocked
+        who = image.agents[current % m.agents]
+        base = current - current % m.agents
+        others = [base + kind for kind in _arrivers(image, barrier) if base + kind != current]
+        names = ", ".join(image.agents[other % m.agents] for other in others)
+        if not others:
+            text.append(f"{who} waits for '{image.barriers[barrier]}', at which no other role of its CTA arrives")
+            break
+        current = min(others, key=lambda other: waits[other].since if other in waits else _FOREVER)
+        ended = "" if current in waits else ", which has ended"
+        text.append(f"{who} waits for '{image.barriers[barrier]}' of {names}{ended}")
+    return ["  who waits for whom: " + "; ".join(text)]
+
+
+def _arrivers(image: Image, barrier: int) -> list[int]:
+    """Agents of a CTA whose code has an instruction that arrives at ``barrier``."""
+    ends = [*image.entry[1:].tolist(), len(image.code)]
+    found = []
+    for kind, (first, last) in enumerate(zip(image.entry.tolist(), ends, strict=True)):
+        code = image.code[first:last]
+        arriving = np.isin(code[:, im.K_KIND], (im.ARRIVE, im.MMA, im.COPY))
+        bar, stages = code[arriving, im.M_BAR], code[arriving, im.M_STAGES]
+        if ((bar >= 0) & (bar <= barrier) & (barrier < bar + stages)).any():
+            found.append(kind)
+    return found

@@ -1,0 +1,240 @@
+"""Effects as arithmetic: each function takes an effect and the places it works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from fasim.effects import (
+    Add,
+    AddSplit,
+    Effect,
+    Fetch,
+    Load,
+    Mask,
+    Matmul,
+    Move,
+    Normalise,
+    Probabilities,
+    Rescale,
+    Round,
+    RowMax,
+    RowSum,
+    SplitWeights,
+    Store,
+)
+from fasim.numerics import probabilities, round_probabilities, round_to, update_max
+from fasim.numerics.attention import LOG2_E, SoftmaxState, finish
+from fasim.numerics.formats import Float32
+from fasim.problem import Problem
+from fasim.values.findings import Kind
+from fasim.values.storage import Value, concatenate
+
+
+class Places(Protocol):
+    """The operands of an effect by the names of its fields, when it takes place."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+
+    @property
+    def pair(self) -> Sequence[Places]:
+        """The same effect in each CTA that executes it: one, or those of a 2-CTA MMA."""
+
+    def read(self, field: str) -> Value:
+        """What the operand holds."""
+
+    def write(self, field: str, value: Value) -> None:
+        """Put ``value`` there."""
+
+    def begun(self, field: str) -> bool:
+        """Whether the operand was written in this work tile."""
+
+    def turn(self, effect: Effect) -> int:
+        """How many effects of this kind the role has executed in this work tile."""
+
+    def load(self) -> Value:
+        """What the copy brings."""
+
+    def fetch(self, tensor: str, array: str | None, lines: int) -> Value:
+        """Columns of the work tile's lines."""
+
+    def store(self, value: Value, tensor: str | None, array: str | None) -> None:
+        """To global memory."""
+
+    def report(self, kind: Kind, field: str, message: str) -> None:
+        """Something is wrong with an operand."""
+
+
+def _scale_log2(problem: Problem) -> float:
+    return LOG2_E / math.sqrt(problem.head_dim)
+
+
+def _load(e: Load, at: Places) -> None:
+    at.write("into", at.load())
+
+
+def _store(e: Store, at: Places) -> None:
+    value = at.read("source")
+    if value.reference is not None:
+        at.report("scale", "source", "stores sums of probabilities that were not divided by their row sum")
+    at.store(value, e.tensor, e.array)
+
+
+def _fetch(e: Fetch, at: Places) -> None:
+    at.write("into", at.fetch(e.tensor, e.array, e.lines))
+
+
+def _move(e: Move, at: Places) -> None:
+    at.write("into", at.read("source"))
+
+
+def _round(e: Round, at: Places) -> None:
+    value = at.read("source")
+    rounding = round_to if value.reference is None else round_probabilities
+    at.write("into", replace(value, data=rounding(value.data, e.format)))
+
+
+def _matmul(e: Matmul, at: Places) -> None:
+    pair = at.pair
+    halves = [one.read("b") for one in pair]
+    b = concatenate(halves, 0 if e.transposed else 1)
+    for one in pair:
+        a = one.read("a")
+        if e.transposed:
+            product = Value(a.data @ b.data.T, a.rows, b.rows, a.reference)
+        else:
+            if a.columns is not None and b.rows is not None and not np.array_equal(a.columns, b.rows):
+                one.report("data", "b", f"multiplies columns {_range(a.columns)} with rows {_range(b.rows)}")
+            product = Value(a.data @ b.data, a.rows, b.columns, a.reference)
+        one.write("into", _sum(one, product) if e.add else product)
+
+
+def _add(e: Add, at: Places) -> None:
+    at.write("into", _sum(at, at.read("source")))
+
+
+def _sum(at: Places, value: Value) -> Value:
+    """``value`` added to what the operand ``into`` has of this work tile."""
+    if not at.begun("into"):
+        return value
+    old = at.read("into")
+    if _differ(old.reference, value.reference):
+        at.report("scale", "into", "adds numbers relative to another row maximum: a rescale is missing or twice")
+    return replace(value, data=old.data + value.data)
+
+
+def _mask(e: Mask, at: Places) -> None:
+    problem, scores = at.problem, at.read("scores")
+    assert scores.rows is not None and scores.columns is not None
+    hidden = (scores.columns < 0)[None, :]
+    if problem.causal:
+        last = scores.rows % problem.seqlen_q + problem.seqlen_k - problem.seqlen_q
+        hidden = hidden | (scores.columns % problem.seqlen_k > last[:, None])
+    at.write("scores", replace(scores, data=np.where(hidden, np.float32(-np.inf), scores.data)))
+
+
+def _row_max(e: RowMax, at: Places) -> None:
+    scores = at.read("scores")
+    old = at.read("into").data if at.begun("into") else np.full((len(scores.data), 1), -np.inf, np.float32)
+    new, correction, _ = update_max(old[:, 0], scores.data, _scale_log2(at.problem), e.threshold)
+    at.write("into", Value(new[:, None], scores.rows))
+    at.write("scale", Value(correction[:, None].astype(np.float32), scores.rows, None, new[:, None], old))
+
+
+def _probabilities(e: Probabilities, at: Places) -> None:
+    scores, row_max = at.read("scores"), at.read("row_max").data
+    p = probabilities(scores.data, row_max[:, 0], _scale_log2(at.problem), e.method)
+    at.write("into", replace(scores, data=p, reference=row_max))
+
+
+def _row_sum(e: RowSum, at: Places) -> None:
+    p, scale = at.read("p"), at.read("scale")
+    total = p.data.sum(axis=1, keepdims=True)
+    if _differ(p.reference, scale.reference):
+        at.report("scale", "p", "sums probabilities of another row maximum than the correction's")
+    if at.begun("into"):
+        total = _corrected(at, "into", scale).data + total
+    at.write("into", Value(total, p.rows, None, p.reference))
+
+
+def _rescale(e: Rescale, at: Places) -> None:
+    scale = at.read("scale")
+    if at.begun("target"):
+        at.write("target", _corrected(at, "target", scale))
+
+
+def _corrected(at: Places, field: str, scale: Value) -> Value:
+    value = at.read(field)
+    if _differ(value.reference, scale.before):
+        at.report("scale", field, "applies a correction that starts from another row maximum: one is missing or twice")
+    return replace(value, data=value.data * scale.data, reference=scale.reference)
+
+
+def _normalise(e: Normalise, at: Places) -> None:
+    target, row_sum, row_max = at.read("target"), at.read("row_sum"), at.read("row_max")
+    if _differ(target.reference, row_sum.reference) or _differ(row_sum.reference, row_max.data):
+        at.report("scale", "target", "divides by a row sum relative to another row maximum: a rescale is missing")
+    state = SoftmaxState(row_max.data[:, 0], row_sum.data[:, 0], target.data)
+    done = finish(state, _scale_log2(at.problem))
+    at.write("target", replace(target, data=np.asarray(done.output, np.float32), reference=None))
+    at.write("lse", Value(np.asarray(done.lse, np.float32)[:, None], target.rows))
+
+
+def _split_weights(e: SplitWeights, at: Places) -> None:
+    lses = at.read("lses")
+    known = np.where(np.isnan(lses.data), -np.inf, lses.data)  # a split that has no keys writes nothing
+    largest = known.max(axis=1, keepdims=True)
+    shares = np.exp(known - np.where(np.isneginf(largest), 0, largest))
+    total = shares.sum(axis=1, keepdims=True)
+    safe = np.where(total > 0, total, 1)
+    at.write("into", Value((shares / safe).astype(np.float32), lses.rows))
+    lse = np.where(total > 0, largest + np.log(safe), -np.inf)
+    at.write("lse", Value(lse.astype(np.float32), lses.rows))
+
+
+def _add_split(e: AddSplit, at: Places) -> None:
+    source, turn = at.read("source"), at.turn(e)
+    weight = at.read("weights").data[:, turn : turn + 1]
+    part = replace(source, data=np.where(weight > 0, source.data * weight, 0).astype(np.float32))
+    at.write("into", _sum(at, part))
+
+
+def _differ(one: Float32 | None, other: Float32 | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return not np.array_equal(one, other)
+
+
+def _range(numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str:
+    inside = numbers[numbers >= 0]
+    return f"{inside[0]} to {inside[-1]}" if len(inside) else "beyond the tensor"
+
+
+_ARITHMETIC: dict[type[Effect], Callable[[Any, Places], None]] = {
+    Load: _load,
+    Store: _store,
+    Fetch: _fetch,
+    Move: _move,
+    Round: _round,
+    Matmul: _matmul,
+    Add: _add,
+    Mask: _mask,
+    RowMax: _row_max,
+    Probabilities: _probabilities,
+    RowSum: _row_sum,
+    Rescale: _rescale,
+    Normalise: _normalise,
+    SplitWeights: _split_weights,
+    AddSplit: _add_split,
+}
+
+
+def execute(effect: Effect, at: Places) -> None:
+    """Let ``effect`` take place."""
+    _ARITHMETIC[type(effect)](effect, at)
