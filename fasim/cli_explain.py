@@ -52,6 +52,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "explain": (
         "fasim explain fa3 --arch h100",
         "fasim explain fa3 --arch h200 --seqlen 2048 --head-dim 64 --infinite",
+        "fasim explain fa4 --arch b200 --seqlen 2048 --html why.html",
     ),
 }
 
@@ -260,8 +261,11 @@ def explain(
     knob: KnobOption = None,
     overrides: SetOption = None,
     infinite: Annotated[bool, typer.Option("--infinite", help="Also with each resource infinitely fast.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU unless given.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Simulations at a time; one per CPU unless given.")] = None,
     json_path: JsonOption = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report with losses and a timeline to zoom: .html.")
+    ] = None,
 ) -> None:
     """Say why SCHEDULE takes as long as it does.
 
@@ -280,6 +284,11 @@ def explain(
         dtype=dtype,
     )
     knobs = tuple(parse_assignments("--knob", knob).items())
+    if html is not None:
+        from fasim.views.common import check_suffix
+        from fasim.views.html import SUFFIXES
+
+        check_suffix(html, SUFFIXES, "report")
 
     from fasim.engine.compiled import prepare
     from fasim.studies.batch import Job
@@ -287,23 +296,27 @@ def explain(
     from fasim.views.explain_report import render_gains, render_losses, render_path, verdict
 
     with announced():
-        prepare()  # here, so that the processes find it stored
+        prepare()  # before the progress bar, which a message would break
     with progress_bar() as progress:
         bar = progress.add_task("simulating", total=None)
         found = study(
             Job(schedule, problem, arch, tuple(overrides or ()), knobs, clock),
             infinite=infinite,
-            processes=jobs,
+            threads=jobs,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    gains = {gain.resource: (gain.meaning, gain.tenth_percent, gain.infinite_percent) for gain in found.gains}
     out = console_for(stderr=json_path == "-")
     out.print(render_losses(found.run, found.useful_percent, found.losses))
     out.print()
-    out.print(render_gains(gains))
+    out.print(render_gains(found.gains))
     out.print()
     out.print(render_path(found.whole if found.iteration is None else found.iteration))
     out.print()
-    out.print(verdict(found.run, found.losses, gains), style="bold")
+    out.print(verdict(found.run, found.losses, found.gains), style="bold")
+    if html is not None:
+        from fasim.arch import load_arch
+        from fasim.views.html import write_html
+
+        write_html(found.run, html, arch=load_arch(arch, overrides or ()), losses=found.losses)
     if json_path is not None:
         write_text(json_path, json.dumps(found.to_dict(), indent=2, sort_keys=True) + "\n")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.text import Text
 
 SCHEMA_VERSION = 1
 
@@ -121,3 +125,30 @@ class Run:
             return cls(**fields)
         except TypeError as error:
             raise ValueError(str(error)) from None
+
+    # For notebooks. The one place where the ground reaches up: only when called, and the contract says so.
+    def timeline(self, *, sm: int = 0, cycles: tuple[int, int] | None = None, width: int = 100) -> Text:
+        """What every role and unit of ``sm`` did in the window [first, last) ``cycles``, as rich text.
+
+        By default a few iterations in steady state. Raises ConfigError where the run has no trace, or ``sm`` or
+        ``cycles`` are not in it.
+        """
+        from fasim.views.notebook import run_timeline
+
+        return run_timeline(self, sm=sm, cycles=cycles, width=width)
+
+    def to_frame(self, what: str = "run") -> pd.DataFrame:
+        """A table of the run as a pandas DataFrame.
+
+        ``what`` is "run" (one row: results, schedule, arch, problem and knobs, so that runs can be concatenated),
+        "utilisation" (a row per unit, per cent), "stalls" (a row per role, per cent by reason) or "trace" (a row per
+        slice). Raises ConfigError for another one, for "trace" without a trace, and where pandas is not installed.
+        """
+        from fasim.views.notebook import run_frame
+
+        return run_frame(self, what)
+
+    def _repr_html_(self) -> str:
+        from fasim.views.notebook import run_html
+
+        return run_html(self)

@@ -161,7 +161,7 @@ def test_issue_slots_follow_the_schedulers():
 # --- losses --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "chip"), cases())
 def test_losses_and_useful_work_add_up(name: str, chip: str):
-    found = explain(small(name, chip), processes=1)
+    found = explain(small(name, chip), threads=1)
     assert found.useful_percent + sum(loss.percent for loss in found.losses) == pytest.approx(100)
     assert found.useful_percent == pytest.approx(found.run.peak_percent, rel=0.02)
     lost = {loss.name: loss.percent for loss in found.losses}
@@ -170,7 +170,6 @@ def test_losses_and_useful_work_add_up(name: str, chip: str):
         assert lost[loss] > -0.1, loss
     for role, shares in found.run.stalls.items():
         assert sum(shares.values()) == pytest.approx(100), role
-    assert found.limits[0].tenth_percent >= found.limits[1].tenth_percent
 
 
 def test_the_last_machine_does_nothing_but_tensor_work():
@@ -182,7 +181,7 @@ def test_the_last_machine_does_nothing_but_tensor_work():
 
 def test_a_cause_that_is_made_worse_loses_more():
     def lost(job: Job, name: str) -> float:
-        return next(loss.cycles for loss in explain(job, processes=1).losses if loss.name == name)
+        return next(loss.cycles for loss in explain(job, threads=1).losses if loss.name == name)
 
     job = small("fa3", "h100")
     slow = replace(job, overrides=(*job.overrides, "launch.ramp_ns=20000"))
@@ -192,8 +191,8 @@ def test_a_cause_that_is_made_worse_loses_more():
 
 
 def test_elasticities_agree_with_runs_by_hand():
-    job = small("fa3", "h100", head_dim=64)
-    found = explain(job, infinite=True, processes=1)
+    job = replace(small("fa3", "h100", head_dim=64), clock_mhz=1700.0)
+    found = explain(job, infinite=True, threads=1)
     gain = next(gain for gain in found.gains if gain.resource == "mufu")
     overrides = (
         *job.overrides,
@@ -201,7 +200,7 @@ def test_elasticities_agree_with_runs_by_hand():
         "sm.mufu.other_ops_per_cycle=17.6",
         f"sm.interference.mufu_cycles={load_arch('h100').sm.interference.mufu_cycles / 1.1!r}",
     )
-    by_hand = simulate(job.schedule, job.problem, load_arch("h100", overrides))
+    by_hand = simulate(job.schedule, job.problem, load_arch("h100", overrides), clock_mhz=1700.0)
     assert gain.tenth_percent == pytest.approx(100 * (found.run.cycles / by_hand.cycles - 1), abs=0.01)
     assert gain.infinite_percent is not None and gain.infinite_percent > gain.tenth_percent
 
@@ -209,18 +208,18 @@ def test_elasticities_agree_with_runs_by_hand():
 @pytest.mark.parametrize(("name", "chip"), [("fa1", "a100"), ("fa3", "h100"), ("triton", "h100")])
 def test_causal_losses_add_up(name: str, chip: str):
     job = small(name, chip)
-    found = explain(replace(job, problem=Problem(**{**vars(job.problem), "causal": True})), processes=1)
+    found = explain(replace(job, problem=Problem(**{**vars(job.problem), "causal": True})), threads=1)
     assert found.useful_percent + sum(loss.percent for loss in found.losses) == pytest.approx(100)
     fill = next(loss.percent for loss in found.losses if loss.name == "fill and drain")
     assert -5 < fill < 40
 
 
 def test_a_problem_of_one_block_adds_up_too():
-    found = explain(Job("fa3", Problem(batch=1, seqlen_q=64, heads_q=1), "h100", ("chip.sm_count=4",)), processes=1)
+    found = explain(Job("fa3", Problem(batch=1, seqlen_q=64, heads_q=1), "h100", ("chip.sm_count=4",)), threads=1)
     assert found.useful_percent + sum(loss.percent for loss in found.losses) == pytest.approx(100)
     assert found.iteration is None and found.whole.cycles > 0
 
 
-def test_processes_do_not_change_the_answer():
+def test_threads_do_not_change_the_answer():
     job = small("fa3", "h100", head_dim=64)
-    assert explain(job, processes=2).to_dict() == explain(job, processes=1).to_dict()
+    assert explain(job, threads=2).to_dict() == explain(job, threads=1).to_dict()

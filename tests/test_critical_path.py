@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from fasim.analysis.critical_path import CriticalPath, critical_path
+from fasim.analysis.critical_path import CriticalPath, EventGraph, critical_path
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
@@ -54,7 +54,7 @@ def test_a_wait_is_followed_to_the_role_that_ended_it():
         ("b", "wait", "barrier", 40, 300 + wake, ""),
         ("b", "exp", "work", 300 + wake, 500, ""),
     )
-    path = critical_path(told, arch, steady=False)
+    path = critical_path(EventGraph(told, arch), steady=False)
     assert steps(path) == {"a: load": 300, "b: exp": 200 - wake, "b: wait": wake}
     (hand_over,) = path.hand_overs
     assert sentence(hand_over) == f"b at 'wait' waits for a: load (once, {260 + wake} cycles)."
@@ -64,7 +64,7 @@ def test_a_wait_whose_end_nobody_explains_is_charged_to_the_role():
     told = trace(
         ("a", "load", "work", 0, 300, ""), ("b", "wait", "barrier", 0, 331, ""), ("b", "exp", "work", 331, 500, "")
     )
-    assert steps(critical_path(told, load_arch("h100"), steady=False)) == {"b: wait": 331, "b: exp": 169}
+    assert steps(critical_path(EventGraph(told, load_arch("h100")), steady=False)) == {"b: wait": 331, "b: exp": 169}
 
 
 def test_a_busy_tensor_core_is_followed_to_the_mma_before():
@@ -78,13 +78,13 @@ def test_a_busy_tensor_core_is_followed_to_the_mma_before():
         ("tensor", "QK", "unit", 110, 210, "b"),
         ("b", "wait QK", "dependency", 36, 210 + drain, ""),
     )
-    path = critical_path(told, arch, steady=False)
+    path = critical_path(EventGraph(told, arch), steady=False)
     assert steps(path) == {"tensor: QK of a": 100, "tensor: QK of b": 100, "b: wait QK": drain, "a: load": 10}
 
 
 def test_a_pipe_taken_is_followed_to_the_work_that_took_it():
     told = trace(("a", "exp", "work", 0, 100, ""), ("b", "exp", "pipe", 0, 100, ""), ("b", "exp", "work", 100, 150, ""))
-    path = critical_path(told, load_arch("h100"), steady=False)
+    path = critical_path(EventGraph(told, load_arch("h100")), steady=False)
     assert steps(path) == {"a: exp": 100, "b: exp": 50}
     assert "queues for a pipe behind a: exp" in sentence(path.hand_overs[0])
 
@@ -95,19 +95,19 @@ def test_a_pipe_taken_is_followed_to_the_work_that_took_it():
 def test_the_path_adds_up(schedule: str, chip: str):
     run, arch = traced(schedule, chip), load_arch(chip)
     assert run.trace is not None
-    iteration = critical_path(run.trace, arch)
+    iteration = critical_path(EventGraph(run.trace, arch))
     assert sum(step.percent for step in iteration.steps) == pytest.approx(100)
     assert sum(step.cycles for step in iteration.steps) == pytest.approx(iteration.cycles)
     assert iteration.iterations > 5
     assert 0.3 * iteration.interval_cycles < iteration.loop_carried_cycles <= 1.001 * iteration.interval_cycles
-    whole = critical_path(run.trace, arch, steady=False)
+    whole = critical_path(EventGraph(run.trace, arch), steady=False)
     assert 0.9 * run.cycles < whole.cycles <= run.cycles
 
 
 def test_fa4_iterates_through_scores_exponentials_and_output():
     run = traced("fa4", "b200")
     assert run.trace is not None
-    path = critical_path(run.trace, load_arch("b200"))
+    path = critical_path(EventGraph(run.trace, load_arch("b200")))
     shares: dict[str, float] = {}
     for step in path.steps:
         label = step.label.replace("softmax0", "softmax").replace("softmax1", "softmax")
@@ -121,7 +121,7 @@ def test_only_what_was_recorded():
     run = traced("fa3", "h100")
     assert run.trace is not None
     with pytest.raises(ConfigError, match="SM 3 is not in the trace"):
-        critical_path(run.trace, load_arch("h100"), sm=3)
+        EventGraph(run.trace, load_arch("h100"), sm=3)
     told = trace(("a", "exp", "work", 0, 10, ""))
     with pytest.raises(ConfigError, match="no work tile in the trace has two iterations"):
-        critical_path(told, load_arch("h100"))
+        critical_path(EventGraph(told, load_arch("h100")))

@@ -9,9 +9,12 @@ import sys
 import pytest
 
 from fasim import cli
+from fasim.analysis.whatif import VECTOR, Gain
+from fasim.analysis.whatif import limits as limits_of
 from fasim.problem import Problem
 from fasim.studies.batch import Job
-from fasim.studies.explain import explain
+from fasim.studies.explain import Explanation, explain
+from fasim.views.explain_report import verdict
 
 SMALL = "--batch 1 --seqlen 1024 --heads 2 --set chip.sm_count=4"
 
@@ -44,7 +47,15 @@ def test_explain_says_limit_next_and_losses(monkeypatch, tmp_path, capsys):
     data = json.loads((tmp_path / "why.json").read_text())
     shares = [loss["percent"] for loss in data["losses"]]
     assert data["useful_percent"] + sum(shares) == pytest.approx(100)
-    assert data["limits"] == [gain["resource"] for gain in data["gains"][:2]]
+    assert set(data["limits"]) <= {gain["resource"] for gain in data["gains"]}
+
+
+def test_explain_html_has_the_losses(monkeypatch, tmp_path, capsys):
+    assert fasim(monkeypatch, f"explain fa3 --arch h100 {SMALL} --html {tmp_path}/why.html") == 0
+    page = (tmp_path / "why.html").read_text()
+    assert 'id="losses"' in page and 'id="roofline"' in page and "MMA interference" in page
+    assert fasim(monkeypatch, f"explain fa3 --arch h100 --html {tmp_path}/why.htm") == 2
+    assert "unknown report format '.htm'" in capsys.readouterr().err
 
 
 def test_explain_json_on_stdout_is_alone(monkeypatch, capsys):
@@ -77,35 +88,95 @@ def test_help_ends_in_examples(monkeypatch, capsys, command):
     assert tail == list(cli.EXAMPLES[command])
 
 
-def names(schedule: str, chip: str, head_dim: int = 128) -> tuple[list[str], dict[str, float]]:
-    """The first three resources by gain, and the losses, of a problem that fills the chip."""
-    found = explain(Job(schedule, Problem(batch=2, seqlen_q=2048, head_dim=head_dim), chip), processes=1)
-    return [gain.resource for gain in found.gains[:3]], {loss.name: loss.percent for loss in found.losses}
+def explained(schedule: str, chip: str, head_dim: int = 128, dtype: str = "bf16") -> Explanation:
+    """A problem that fills the chip."""
+    return explain(Job(schedule, Problem(batch=2, seqlen_q=2048, head_dim=head_dim, dtype=dtype), chip))
 
 
-def test_fa3_d128_is_limited_by_the_tensor_cores():
-    limits, lost = names("fa3", "h100")
-    assert limits[0] == "tensor"
-    assert lost["MMA interference"] > 3
+def limits(found: Explanation) -> list[str]:
+    return [gain.resource for gain in found.limits]
 
 
-def test_fa3_d64_is_limited_by_softmax_under_interference():
-    limits, lost = names("fa3", "h100", head_dim=64)
-    assert {"interference", "mufu"} & set(limits[:2])
-    assert lost["MMA interference"] > 5
-    assert lost["unit contention"] > 3
+def losses(found: Explanation) -> dict[str, float]:
+    return {loss.name: loss.percent for loss in found.losses}
 
 
-def test_fa2_on_h100_is_limited_by_mma_sync_and_exposed_softmax():
-    limits, lost = names("fa2", "h100")
-    assert limits[:2] == ["tensor", "interference"]
-    assert lost["MMA rate"] > 10 and lost["MMA interference"] > 10
+def test_fa3_d128_is_limited_by_the_tensor_cores_then_by_softmax():
+    found = explained("fa3", "h100")
+    assert limits(found) == ["tensor", "vector"]
+    assert losses(found)["MMA interference"] > 3
 
 
-@pytest.mark.parametrize(("chip", "limited"), [("b200", True), ("b300", False)])
-def test_exponentials_limit_fa4_d64_on_b200_only(chip: str, limited: bool):
-    limits, _ = names("fa4", chip, head_dim=64)
-    assert (limits[0] == "mufu") == limited
+def test_fa3_d64_is_limited_by_softmax_under_interference_then_by_the_tensor_cores():
+    found = explained("fa3", "h100", head_dim=64)
+    assert limits(found) == ["vector", "tensor"]
+    assert losses(found)["MMA interference"] > 5
+    assert losses(found)["unit contention"] > 3
+    assert "Limit: vector (softmax: exponentials, FMA" in verdict(found.run, found.losses, found.gains)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fa2_on_h100_is_limited_by_mma_sync_and_exposed_softmax(head_dim: int):
+    found = explained("fa2", "h100", head_dim)
+    assert set(limits(found)) == {"tensor", "interference"}
+    assert losses(found)["MMA rate"] > 10 and losses(found)["MMA interference"] > 10
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fa2_on_a100_is_limited_by_the_tensor_cores_then_by_exposed_softmax(head_dim: int):
+    found = explained("fa2", "a100", head_dim)
+    assert limits(found) == ["tensor", "interference"]
+    assert losses(found)["MMA rate"] < 1 < losses(found)["MMA interference"]
+
+
+def test_exponentials_limit_fa4_d64_on_b200_then_the_serial_loop():
+    found = explained("fa4", "b200", 64)
+    assert limits(found) == ["mufu", "latency"]
+    told = verdict(found.run, found.losses, found.gains)
+    assert "% with all vector units) faster by a tenth of it. Next: latency" in told
+
+
+def test_softmax_limits_fa4_fp8_on_b200_and_exponentials_most_of_it():
+    found = explained("fa4", "b200", dtype="fp8")
+    assert limits(found) == ["vector", "latency"]
+    parts = {gain.resource: gain.tenth_percent for gain in found.gains if gain.resource in VECTOR}
+    assert max(parts, key=lambda name: parts[name]) == "mufu"
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp8")])
+def test_twice_the_exponentials_move_the_limit_of_fa4_on_b300(head_dim: int, dtype: str):
+    found = explained("fa4", "b300", head_dim, dtype)
+    assert set(limits(found)) <= {"vector", "latency", "smem"}
+    assert next(gain for gain in found.gains if gain.resource == "mufu").tenth_percent < 1
+
+
+def test_fa4_d128_is_limited_by_the_tensor_cores_on_b200_with_softmax_close_behind():
+    found = explained("fa4", "b200")
+    assert limits(found)[0] == "tensor" and limits(found)[1] in ("vector", "mufu")
+    assert found.limits[1].tenth_percent > 1
+
+
+def test_fa4_d128_is_limited_by_the_tensor_cores_alone_on_b300():
+    found = explained("fa4", "b300")
+    assert limits(found)[0] == "tensor"
+    assert found.limits[0].tenth_percent > 5 > 1 > found.limits[1].tenth_percent
+
+
+def test_a_limit_is_named_by_its_strongest_part():
+    def found(**percents: float) -> list[str]:
+        rest = dict.fromkeys(("fma", "alu", "lsu", "issue"), 0.0)
+        return [gain.resource for gain in limits_of([Gain(n, n, p, None) for n, p in (percents | rest).items()])]
+
+    assert found(vector=5.0, mufu=3.1, tensor=4.0) == ["mufu", "tensor"]
+    assert found(vector=5.0, mufu=2.9, tensor=4.0) == ["vector", "tensor"]
+    assert found(tensor=6.0, vector=5.0, mufu=5.5) == ["tensor", "mufu"]
+
+
+def test_gains_within_chance_are_called_so():
+    gains = [Gain(n, n, p, None) for n, p in {"tensor": 1.2, "vector": 0.4, "mufu": 0.1, "smem": -2.1}.items()]
+    run = Job("fa3", Problem(batch=1, seqlen_q=256, heads_q=1), "h100", ("chip.sm_count=4",)).run()
+    assert "A faster smem loses 2.1 %" in verdict(run, [], gains)
+    assert "loses" not in verdict(run, [], [*gains[:3], Gain("smem", "smem", -0.3, None)])
 
 
 def test_run_with_an_ideal_resource(monkeypatch, tmp_path, capsys):

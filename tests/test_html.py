@@ -22,9 +22,15 @@ from fake_simulator import Fake, fake  # noqa: F401
 from sample_run import GEMM_CYCLES, TICKS, TRACKS, sample_run
 from test_cli import call
 
+from fasim import image as im
+from fasim.analysis.bounds import bounds
+from fasim.analysis.critical_path import EventGraph
 from fasim.analysis.losses import Loss
+from fasim.arch import load_arch
 from fasim.errors import ConfigError
-from fasim.run import REASONS
+from fasim.problem import Problem
+from fasim.run import REASONS, Run
+from fasim.simulate import TraceSpec, simulate
 from fasim.views import html
 from fasim.views.common import rows_of, window_of
 from fasim.views.html import write_html
@@ -32,6 +38,7 @@ from fasim.views.html import write_html
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 VOID = {"meta", "link", "br", "img"}
+B200 = load_arch("b200", ("chip.sm_count=4",))
 LOSSES = (
     Loss("launch and ramp", 1e3, 5.0, "launch and dispatch take no time"),
     Loss("memory", -2e3, -10.0, "HBM infinitely fast"),
@@ -60,7 +67,7 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
         if tag == "table":
-            self.rows = self.tables[given["id"] or ""] = []
+            self.rows = self.tables[given.get("id") or ""] = []
         elif tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -149,6 +156,51 @@ def test_waterfall_ends_at_100_percent(tmp_path):
     assert "losses" not in Page(written(tmp_path)).tables
 
 
+@pytest.fixture(scope="module")
+def fa4() -> Run:
+    """A run whose roles hand over to each other all the time."""
+    return simulate("fa4", Problem(batch=1, seqlen_q=1024, heads_q=1), B200, trace=TraceSpec())
+
+
+def links(data: dict) -> set[tuple[int, int, int, int]]:
+    """Row and position of every slice with a cause in a page, and those of the cause."""
+    found = set()
+    for r, row in enumerate(data["rows"]):
+        i, last = 0, [0] * len(data["rows"])
+        for step, other, ahead in np.array(row["causes"]).reshape(-1, 3).tolist():
+            i, last[other] = i + step, last[other] + ahead
+            found.add((r, i, other, last[other]))
+    return found
+
+
+def test_page_holds_what_released_each_slice(tmp_path, fa4, monkeypatch):
+    assert fa4.trace is not None
+    rows = [row.index.tolist() for row in rows_of(fa4.trace, 0)]
+    place = {i: (r, position) for r, row in enumerate(rows) for position, i in enumerate(row)}
+    causes = EventGraph(fa4.trace, B200).causes().tolist()
+    expected = {(*place[i], *place[cause]) for i, cause in enumerate(causes) if cause >= 0}
+    assert links(embedded(written(tmp_path, fa4, arch=B200))) == expected
+    assert len(expected) > 0.2 * len(fa4.trace)
+    assert links(embedded(written(tmp_path, fa4))) == set()
+    monkeypatch.setattr(html, "MAX_SLICES", len(fa4.trace) // 2)
+    cut = embedded(written(tmp_path, fa4, arch=B200))
+    sizes = [len(row["slices"]) // 6 for row in cut["rows"]]
+    assert 0.3 * len(expected) < len(links(cut)) < 0.7 * len(expected)
+    assert all(i < sizes[r] and j < sizes[other] for r, i, other, j in links(cut))
+
+
+def test_roofline_shows_the_run_under_its_roof(tmp_path, fa4):
+    text = written(tmp_path, fa4, arch=B200)
+    found = bounds(fa4, B200)
+    assert f"moves one byte for {found.simulated_intensity:,.0f} FLOP; from {found.story.ridge:,.0f} on" in text
+    x, y = map(float, re.search(r'<circle cx="([\d.]+)" cy="([\d.]+)"', text).groups())
+    slope = re.search(r'class="roof" d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)L', text)
+    x0, y0, x1, y1 = map(float, slope.groups())
+    assert y > y1 + (y0 - y1) * max(0.0, x1 - x) / (x1 - x0)  # y grows downwards
+    assert Page(text).loads == []
+    assert 'id="roofline"' not in written(tmp_path, fa4)
+
+
 def test_same_run_gives_the_same_bytes(tmp_path):
     assert written(tmp_path, losses=LOSSES) == written(tmp_path, losses=LOSSES)
 
@@ -218,7 +270,7 @@ def test_bad_input_is_named_and_leaves_no_file(tmp_path, name, change, options, 
 
 def test_run_option_traces_and_writes(monkeypatch, fake: Fake):  # noqa: F811
     calls = []
-    view = SimpleNamespace(write_html=lambda run, path, *, sm, cycles: calls.append((str(path), sm, cycles)))
+    view = SimpleNamespace(write_html=lambda run, path, *, arch, sm, cycles: calls.append((str(path), sm, cycles)))
     monkeypatch.setitem(sys.modules, "fasim.views.html", view)
     assert call(monkeypatch, "fasim run fa3 --arch h100 --html out.html --sm 2 --cycles 10:20") == 0
     assert calls == [("out.html", 2, (10, 20))]
@@ -391,6 +443,29 @@ def test_keys_move_and_zoom_within_the_recording(opened):
         assert browser.window() == tuple(data["limits"])
     browser.key(HOME_KEY)
     assert browser.window() == (first, last)
+
+
+def test_arrows_lead_from_what_released_a_slice(browser, tmp_path, fa4):
+    write_html(fa4, tmp_path / "run.html", arch=B200)
+    data = embedded((tmp_path / "run.html").read_text())
+    browser.post("/url", url=(tmp_path / "run.html").as_uri())
+    shown = "data.rows.flatMap((row, r) => [...row.cause].map(([i, c]) => [r, i, data.rows.indexOf(c.row), c.i]))"
+    assert set(map(tuple, browser.value(shown))) == links(data)
+    labels = [row["label"] for row in data["rows"]]
+    mma, wait = labels.index("mma"), data["names"].index("wait P0.ready")
+    slices = absolute(data["rows"][mma])
+    other, j, i = next(
+        (other, j, i)
+        for row, i, other, j in sorted(links(data))
+        if row == mma and slices[i][3] == wait and slices[i][0] > im.TICKS * data["window"][0]
+    )
+    end = absolute(data["rows"][other])[j][1] / im.TICKS
+    half = f"x({end}) * devicePixelRatio - 3, (TOP + ROW * {max(mma, other)}) * devicePixelRatio, 7, 1"
+    browser.point(*browser.place((slices[i][0] + slices[i][1]) / 2 / im.TICKS, mma))
+    assert browser.value("tip.innerText.split('\\n').at(-1)") == f"released by {labels[other]}: exp, P"
+    # Between the rows there is nothing as dark as ink but the arrow.
+    assert min(browser.value(f"[...pen.getImageData({half}).data].filter((_, i) => i % 4 < 3)")) < 60
+    assert browser.post("/se/log", type="browser") == []
 
 
 def test_light_and_dark(opened):

@@ -102,12 +102,15 @@ def role_cycles(run: Run) -> dict[str, dict[str, float]]:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """What a run was made of: schedule, arch, clock, overrides, and each field of the problem and knob."""
+    """What a run was made of: schedule, arch, clock, overrides, and each field of the problem and knob.
+
+    A clock that was not given follows from the run, so it is none of its settings.
+    """
     meta = run.meta
     found: dict[str, Any] = {
         name: meta[name] for name in ("schedule", "arch", "fasim_version", "arch_digest") if name in meta
     }
-    found["clock_mhz"] = run.clock_mhz
+    found["clock_mhz"] = run.clock_mhz if meta.get("clock_reason") == "given" else None
     found["set"] = " ".join(map(str, meta.get("overrides", ())))
     for group in ("problem", "knobs"):
         found |= meta.get(group, {})

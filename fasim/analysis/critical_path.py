@@ -21,7 +21,7 @@ import numpy as np
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
-from fasim.run import REASONS, UNIT_SLICE, Trace
+from fasim.run import REASONS, UNIT_SLICE, IntArray, Trace
 
 #: Reasons that end with something another role or unit did.
 _WAITS = tuple(REASONS.index(reason) for reason in ("dependency", "barrier", "full", "empty", "memory"))
@@ -66,12 +66,16 @@ class CriticalPath:
 
 
 @dataclass
-class _Slices:
-    """The slices of one SM by index, in plain lists, with what follows from them."""
+class EventGraph:
+    """The slices of one SM, by order of their ends, and what each of them followed.
+
+    Raises ConfigError when nothing was recorded for ``sm``.
+    """
 
     trace: Trace
     arch: Arch
-    sm: int
+    sm: int = 0
+    index: IntArray = field(init=False)  # rows of the trace, shape (len(self),)
     start: list[int] = field(init=False)
     end: list[int] = field(init=False)
     before: dict[int, int] = field(init=False, default_factory=dict)  # the previous slice of the same role or unit
@@ -80,7 +84,9 @@ class _Slices:
     def __post_init__(self) -> None:
         t = self.trace
         keep = np.flatnonzero(t.sm == self.sm)
-        keep = keep[np.argsort(t.end[keep], kind="stable")]
+        if not len(keep):
+            raise ConfigError(f"SM {self.sm} is not in the trace")
+        self.index = keep = keep[np.argsort(t.end[keep], kind="stable")]
         self.start, self.end = t.start[keep].tolist(), t.end[keep].tolist()
         self.kind, self.name = t.kind[keep].tolist(), t.name[keep].tolist()
         self.iteration, self.tile = t.iteration[keep].tolist(), t.tile[keep].tolist()
@@ -100,6 +106,7 @@ class _Slices:
         return len(self.start)
 
     def is_unit(self, i: int) -> bool:
+        """Whether slice ``i`` is occupancy of a unit, not the doing of a role."""
         return bool(self.kind[i] == UNIT_SLICE)
 
     def label(self, i: int) -> str:
@@ -122,12 +129,22 @@ class _Slices:
             return self.hand_over(i)
         return None
 
+    def causes(self) -> IntArray:
+        """For every row of the trace the row that released it, -1 where that is not known; shape (len(trace),)."""
+        found = np.full(len(self.trace), -1, dtype=np.int64)
+        known = [(i, cause) for i in range(len(self)) if (cause := self.cause(i)) is not None]
+        if known:
+            later, earlier = np.array(known).T
+            found[self.index[later]] = self.index[earlier]
+        return found
+
     def issuer(self, i: int) -> int | None:
         """The slice of its owner that ended when MMA or copy ``i`` was queued, or during which that happened."""
         mine = [j for j in self.ending[self.start[i]] if self.role[j] == self.owner[i]]
         return mine[-1] if mine else None
 
     def hand_over(self, i: int) -> int | None:
+        """What ended exactly one hand-over latency of the chip before wait or block ``i`` did."""
         blocked = self.kind[i] == _ISSUE
         for lag in self.lags[REASONS[self.kind[i]]]:
             for j in reversed(self.ending.get(self.end[i] - lag, ())):
@@ -167,14 +184,12 @@ def _lags(arch: Arch, ticks: int) -> dict[str, list[int]]:
     return {reason: [lag for cycles in values if (lag := round(cycles * ticks))] for reason, values in lags.items()}
 
 
-def critical_path(trace: Trace, arch: Arch, *, sm: int = 0, steady: bool = True) -> CriticalPath:
-    """The critical path on ``sm``: of one steady stretch of iterations, or of the whole recording.
+def critical_path(s: EventGraph, *, steady: bool = True) -> CriticalPath:
+    """The critical path of one SM: of one steady stretch of iterations, or of the whole recording.
 
-    Raises ConfigError when nothing was recorded for ``sm``, or no work tile has two iterations.
+    Raises ConfigError when no work tile has two iterations.
     """
-    s = _Slices(trace, arch, sm)
-    if not len(s):
-        raise ConfigError(f"SM {sm} is not in the trace")
+    trace = s.trace
     first, last, iterations = _stretch(s) if steady else (min(s.start), max(s.end), 0)
     at = _busiest(s, range(len(s))) if steady else s.role[-1]
     here = max(i for i in range(len(s)) if s.role[i] == at and s.end[i] <= last)
@@ -203,7 +218,7 @@ def critical_path(trace: Trace, arch: Arch, *, sm: int = 0, steady: bool = True)
     )
 
 
-def _walk(s: _Slices, i: int) -> Iterator[tuple[int, int | None, bool]]:
+def _walk(s: EventGraph, i: int) -> Iterator[tuple[int, int | None, bool]]:
     """Pairs (slice, what it followed) back from ``i``, and whether that is a cause on another track or queue."""
     while True:
         cause = s.cause(i)
@@ -214,7 +229,7 @@ def _walk(s: _Slices, i: int) -> Iterator[tuple[int, int | None, bool]]:
         i = earlier
 
 
-def _busiest(s: _Slices, indices: Iterable[int]) -> tuple[int, int]:
+def _busiest(s: EventGraph, indices: Iterable[int]) -> tuple[int, int]:
     """The role that works most inside of loops."""
     busy: Counter[tuple[int, int]] = Counter()
     for i in indices:
@@ -225,7 +240,7 @@ def _busiest(s: _Slices, indices: Iterable[int]) -> tuple[int, int]:
     return busy.most_common(1)[0][0]
 
 
-def _stretch(s: _Slices) -> tuple[int, int, int]:
+def _stretch(s: EventGraph) -> tuple[int, int, int]:
     """First and last tick of the busiest role's longest work tile without its first iteration, and the iterations."""
     role = _busiest(s, range(len(s)))
     begins: dict[int, dict[int, int]] = defaultdict(dict)
@@ -239,7 +254,7 @@ def _stretch(s: _Slices) -> tuple[int, int, int]:
     return times[0], times[-1], len(times) - 1
 
 
-def _longest(s: _Slices, first: int, last: int) -> int:
+def _longest(s: EventGraph, first: int, last: int) -> int:
     """Longest path in ticks through the slices of a window without queueing for units."""
     graph = nx.DiGraph()
     for i in range(len(s)):

@@ -26,7 +26,7 @@ class Resource:
     times: tuple[str, ...] = ()
 
 
-RESOURCES: dict[str, Resource] = {
+_RESOURCES: dict[str, Resource] = {
     "tensor": Resource(
         "tensor cores",
         ("sm.tensor.flops_per_cycle", "sm.tensor.mma_sync_flops_per_cycle"),
@@ -108,6 +108,50 @@ RESOURCES: dict[str, Resource] = {
         ),
     ),
 }
+
+#: Resources that do the vector work (softmax, rescaling) between them; "vector" is all of them at once.
+VECTOR: tuple[str, ...] = ("mufu", "fma", "alu", "lsu", "issue")
+
+#: Share of the gain of all vector units from which on one of them is called the limit.
+MOST = 0.6
+
+RESOURCES: dict[str, Resource] = {
+    **_RESOURCES,
+    "vector": Resource(
+        "softmax: exponentials, FMA, ALU, shuffles, schedulers",
+        tuple(path for name in VECTOR for path in _RESOURCES[name].rates),
+        tuple(path for name in VECTOR for path in _RESOURCES[name].times),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much faster a run gets, in per cent, with a resource 10 % faster and (None: not asked) infinitely fast."""
+
+    resource: str
+    meaning: str
+    tenth_percent: float
+    infinite_percent: float | None
+
+
+def limits(gains: Sequence[Gain]) -> tuple[Gain, Gain]:
+    """The resource whose speed matters most, and the next one that is not a part of it.
+
+    The vector units count together, because a softmax spread evenly over them is limited by none of them alone; one
+    that has most of their common gain (``MOST``) stands for them.
+    """
+    parts = {gain.resource: gain for gain in gains if gain.resource in VECTOR}
+    first, second, *_ = sorted(
+        (gain for gain in gains if gain.resource not in parts), key=lambda gain: -gain.tenth_percent
+    )
+    strongest = max(parts.values(), key=lambda gain: gain.tenth_percent)
+
+    def named(gain: Gain) -> Gain:
+        alone = gain.resource == "vector" and strongest.tenth_percent >= MOST * gain.tenth_percent
+        return strongest if alone else gain
+
+    return named(first), named(second)
 
 
 def faster(arch: Arch, name: str, factor: float = INFINITE) -> tuple[str, ...]:

@@ -5,27 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fasim.analysis.critical_path import CriticalPath, critical_path
+from fasim.analysis.critical_path import CriticalPath, EventGraph, critical_path
 from fasim.analysis.losses import SPLIT_STEP, STEPS, Loss, losses, machines
-from fasim.analysis.whatif import RESOURCES, faster, has
-from fasim.arch import Arch, load_arch
+from fasim.analysis.whatif import RESOURCES, Gain, faster, has, limits
+from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import Run, Trace
+from fasim.run import Run
 from fasim.studies.batch import Job, Progress, run_all
 
 #: What "faster" means in an elasticity.
 TENTH = 1.1
-
-
-@dataclass(frozen=True)
-class Gain:
-    """How much faster the run gets, in per cent, with a resource 10 % faster and (None: not asked) infinitely fast."""
-
-    resource: str
-    meaning: str
-    tenth_percent: float
-    infinite_percent: float | None
 
 
 @dataclass(frozen=True)
@@ -44,11 +34,11 @@ class Explanation:
 
     @property
     def limits(self) -> tuple[Gain, Gain]:
-        """The resource whose speed matters most, and the next one."""
-        return self.gains[0], self.gains[1]
+        """The resource whose speed matters most, and the next one, see :func:`fasim.analysis.whatif.limits`."""
+        return limits(self.gains)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: ``run`` as Run.to_dict, and the fields; ``limits`` names the first two of ``gains``."""
+        """Plain data: ``run`` as Run.to_dict, and the fields; ``limits`` names two of ``gains``."""
         return {
             "schema_version": 1,
             "run": self.run.to_dict(),
@@ -62,38 +52,39 @@ class Explanation:
 
 
 def explain(
-    job: Job, *, infinite: bool = False, processes: int | None = None, progress: Progress | None = None
+    job: Job, *, infinite: bool = False, threads: int | None = None, progress: Progress | None = None
 ) -> Explanation:
     """Simulate ``job`` and everything that explains it, in parallel; ``infinite``: with infinitely fast resources too.
 
-    ``processes`` and ``progress`` as in :func:`fasim.studies.batch.run_all`. Raises what a simulation raises.
+    ``threads`` and ``progress`` as in :func:`fasim.studies.batch.run_all`. Raises what a simulation raises.
     """
     arch = load_arch(job.arch, job.overrides)
     names = [name for name in RESOURCES if has(arch, name)]
-    without = [_with(job, overrides) for overrides in machines(arch, job.problem.dtype)]
+    run = replace(job, traced=True).run()
+    # All at the clock of the run: otherwise a machine that does more would be compared at a lower clock.
+    base = replace(job, clock_mhz=run.clock_mhz)
+    without = [_with(base, overrides) for overrides in machines(arch, job.problem.dtype)]
     longer = [_more_keys(without[step]) for step in (SPLIT_STEP - 1, SPLIT_STEP)]
-    tenth = [_with(job, faster(arch, name, TENTH)) for name in names]
-    endless = [_with(job, faster(arch, name)) for name in names] if infinite else []
-    before, after, run, *others = run_all(
-        [*longer, replace(job, traced=True), *without, *tenth, *endless], processes, progress
-    )
-    useful, found = losses(run, arch, others[: len(STEPS)], (before, after))
-    percents = [100 * (run.cycles / other.cycles - 1) for other in others[len(STEPS) :]]
+    tenth = [_with(base, faster(arch, name, TENTH)) for name in names]
+    endless = [_with(base, faster(arch, name)) for name in names] if infinite else []
+    before, after, reference, *others = run_all([*longer, base, *without, *tenth, *endless], threads, progress)
+    useful, found = losses(reference, arch, others[: len(STEPS)], (before, after))
+    percents = [100 * (reference.cycles / other.cycles - 1) for other in others[len(STEPS) :]]
     gains = [
         Gain(name, RESOURCES[name].meaning, percents[i], percents[len(names) + i] if infinite else None)
         for i, name in enumerate(names)
     ]
     gains.sort(key=lambda gain: -gain.tenth_percent)
     assert run.trace is not None
-    return Explanation(run, useful, found, tuple(gains), *_paths(run.trace, arch))
+    graph = EventGraph(run.trace, arch)
+    return Explanation(run, useful, found, tuple(gains), _path_of_iteration(graph), critical_path(graph, steady=False))
 
 
-def _paths(trace: Trace, arch: Arch) -> tuple[CriticalPath | None, CriticalPath]:
-    whole = critical_path(trace, arch, steady=False)
+def _path_of_iteration(graph: EventGraph) -> CriticalPath | None:
     try:
-        return critical_path(trace, arch), whole
+        return critical_path(graph)
     except ConfigError:
-        return None, whole
+        return None
 
 
 def _more_keys(job: Job) -> Job:

@@ -9,7 +9,7 @@ is what the end of an iteration waited for, followed backwards: "tensor: QK of c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fasim.analysis.critical_path import CriticalPath, HandOver
 from fasim.analysis.losses import Loss
+from fasim.analysis.whatif import VECTOR, Gain, limits
 from fasim.run import Run
 from fasim.views.common import provenance
 
@@ -64,30 +65,44 @@ def sentence(hand_over: HandOver) -> str:
     return f"{hand_over.waiter} at '{hand_over.what}' {verb} {hand_over.cause} ({times}, {each})."
 
 
-def render_gains(gains: Mapping[str, tuple[str, float, float | None]]) -> RenderableType:
-    """Table of resource -> (meaning, gain by 10 %, gain by infinitely fast or None), in per cent."""
-    endless = any(infinite is not None for _, _, infinite in gains.values())
+def render_gains(gains: Sequence[Gain]) -> RenderableType:
+    """Table of gains by 10 % and, where asked for, by infinitely fast resources."""
+    endless = any(gain.infinite_percent is not None for gain in gains)
     table = _table("resource", "gain %", *(["infinite"] if endless else []), "what it is")
-    for name, (meaning, tenth, infinite) in gains.items():
-        table.add_row(name, f"{tenth:+.1f}", *([f"{infinite:+.1f}"] if infinite is not None else []), meaning)
+    for gain in gains:
+        infinite = [] if gain.infinite_percent is None else [f"{gain.infinite_percent:+.1f}"]
+        table.add_row(gain.resource, f"{gain.tenth_percent:+.1f}", *infinite, gain.meaning)
     return Group(Text("Faster by a tenth", style="bold"), table)
 
 
-def verdict(run: Run, losses: Sequence[Loss], gains: Mapping[str, tuple[str, float, float | None]]) -> str:
+def verdict(run: Run, losses: Sequence[Loss], gains: Sequence[Gain]) -> str:
     """The answer in words: the limiting resource, the next one, and the largest losses."""
-    (first, (what, gain, _)), (second, (next_what, next_gain, _)) = list(gains.items())[:2]
+    first, second = limits(gains)
+    worst = min(gains, key=lambda gain: gain.tenth_percent)
     busiest = max(run.utilisation, key=lambda unit: run.utilisation[unit])
-    lines = [
-        f"Limit: {first} ({what}), {gain:.1f} % faster by a tenth of it."
-        if gain >= _NOTICEABLE
-        else "Limit: none; no resource alone gains anything."
-    ]
-    if next_gain >= _NOTICEABLE:
-        lines.append(f"Next: {second} ({next_what}), {next_gain:.1f} %.")
+    if first.tenth_percent >= _NOTICEABLE:
+        lines = [f"Limit: {_gain_text(first, gains)} faster by a tenth of it."]
+    else:
+        lines = ["Limit: none; no resource alone gains anything."]
+    if second.tenth_percent >= _NOTICEABLE:
+        lines.append(f"Next: {_gain_text(second, gains)}.")
+    if -worst.tenth_percent > max(second.tenth_percent, _NOTICEABLE):
+        lines.append(
+            f"A faster {worst.resource} loses {-worst.tenth_percent:.1f} %, because roles collide that were out of "
+            "each other's way: smaller gains than that depend on such chance."
+        )
     top = sorted(losses, key=lambda loss: -loss.percent)[:2]
     lines.append("Largest losses: " + ", ".join(f"{loss.name} {loss.percent:.1f} %" for loss in top) + ".")
     lines.append(f"Busiest unit: {busiest}, {run.utilisation[busiest]:.1f} %.")
     return " ".join(lines)
+
+
+def _gain_text(gain: Gain, gains: Sequence[Gain]) -> str:
+    text = f"{gain.resource} ({gain.meaning}), {gain.tenth_percent:.1f} %"
+    if gain.resource in VECTOR:
+        together = next(other for other in gains if other.resource == "vector")
+        text += f" ({together.tenth_percent:.1f} % with all vector units)"
+    return text
 
 
 def _table(*heads: str) -> Table:
