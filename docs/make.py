@@ -131,10 +131,11 @@ def counters_table() -> str:
     return "\n".join(lines)
 
 
-def phases_table() -> str:
-    """Medians of the phases of an iteration of FA3, simulated (measured)."""
-    result = compare_phases(DATA / "h200_fa3_phases.csv", DATA / "h200_fa3_ablations.csv")
-    lines = ["| variant | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
+def phases_table(stamps: str, kernels: str) -> str:
+    """Medians of the phases of an iteration, simulated (measured)."""
+    result = compare_phases(DATA / stamps, DATA / kernels)
+    shown = [phase for phase in PHASES if any(phase in variant.rows() for variant in result.variants)]
+    lines = ["| variant | " + " | ".join(shown) + " |", "|---|" + "---|" * len(shown)]
     for variant in result.variants:
         cells = [
             f"{simulated:.0f} ({measured:.0f}, {percent(error)} %)"
@@ -178,13 +179,17 @@ what leaves it, before multicast. `smem` has the operands of MMAs, loads and sto
 
 {counters_table()}
 
-## Inside FA3: phases of an iteration, simulated (measured, error)
+## Inside the kernels: phases of an iteration, simulated (measured, error)
 
 Medians in cycles at 4 sequences of 4096 tokens: start to start, issue of QK and PV, start to S, S to the next start,
 and from a start of warpgroup 0 to the next one of warpgroup 1. Writing the stamps changed the measured kernels by -2
-to +5 %.
+to +5 %. FlashAttention-3:
 
-{phases_table()}
+{phases_table("h200_fa3_phases.csv", "h200_fa3_ablations.csv")}
+
+The companion Triton kernel (`validation/triton_phases.py`), which waits for QK where it has issued it:
+
+{phases_table("h200_triton_phases.csv", "h200_triton_phases_kernels.csv")}
 
 ## Every row
 

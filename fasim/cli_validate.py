@@ -23,6 +23,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "fasim phases validation/data/h200_fa3_phases.csv --kernels validation/data/h200_fa3_ablations.csv",
         "fasim phases validation/data/h200_fa3_phases.csv --kernels validation/data/h200_fa3_ablations.csv"
         " --variant d128c_default --trace phases.json",
+        "fasim phases validation/data/h200_triton_phases.csv --kernels validation/data/h200_triton_phases_kernels.csv",
     ),
 }
 
@@ -111,7 +112,7 @@ def _validate_counters(
 def phases(
     stamps: Annotated[Path, typer.Argument(metavar="STAMPS.csv", help="Cycle stamps, as in validation/data.")],
     kernels: Annotated[
-        Path, typer.Option(metavar="FILE.csv", help="Ablation timings: the shape and knobs of each variant.")
+        Path, typer.Option(metavar="FILE.csv", help="Timings: the shape and knobs of each variant.")
     ],
     variant: Annotated[list[str] | None, typer.Option(help="Only this variant (repeatable).")] = None,
     overrides: SetOption = None,
@@ -122,10 +123,10 @@ def phases(
     ] = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Compare the phases of an iteration inside FlashAttention-3 with cycle stamps of the real kernel.
+    """Compare the phases of an iteration with cycle stamps taken inside the real kernel.
 
     Medians in cycles: period; issue of QK and PV; from its start to S; softmax, from S to the next start; offset of
-    warpgroup 1, from a start of warpgroup 0.
+    warpgroup 1, from a start of warpgroup 0. Stamps of your own GPU: validation/triton_phases.py.
     """
     from fasim.studies.phases import compare_phases
     from fasim.studies.phases_report import render_phases, write_phases

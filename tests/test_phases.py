@@ -105,6 +105,31 @@ def test_the_first_block_and_the_last_pv_are_no_iterations():
     assert rows(simulated_stamps(role_trace(*PEELED, *TAIL))) == []
 
 
+def test_a_kernel_that_waits_for_qk_has_no_end_of_issue():
+    step = [
+        ("QK", "issue", 200, 220),
+        ("QK", "issue", 220, 240),
+        ("wait QK", "dependency", 240, 290),
+        ("row max", "work", 290, 300),
+        ("PV", "issue", 310, 320),
+    ]
+    stamps = simulated_stamps(role_trace(*step), overlapped=False)
+    assert (stamps.issue_start, stamps.s_ready) == (200, 290) and np.isnan(stamps.issue_end)
+    assert not stamps.overlapped
+    assert stamps.medians() == {"to s_ready": 90}
+    trace = stamps_trace(stamps)
+    assert [trace.names[n] for n in trace.name] == ["QK, PV"]
+    assert (trace.end - trace.start).tolist() == [90 * trace.ticks_per_cycle]
+
+
+def test_stamps_of_the_companion_kernel_meet_its_schedule():
+    kernels = DATA / "h200_triton_phases_kernels.csv"
+    (variant,) = compare_phases(DATA / "h200_triton_phases.csv", kernels, variants=["triton_d128c"]).variants
+    found = variant.rows()
+    assert set(found) == {"period", "to s_ready", "softmax"}
+    assert all(abs(error) < 0.1 for _, _, error in found.values())
+
+
 def test_stamps_become_a_trace_of_three_phases():
     trace = stamps_trace(Stamps.of(ROWS))
     assert trace.start.min() == 0  # of the first stamp, which is at 3000
@@ -147,7 +172,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         return replace(run, trace=blank)
 
     monkeypatch.setattr(Task, "simulate", fake)
-    monkeypatch.setattr(study, "simulated_stamps", lambda trace: Stamps.of(ROWS))
+    monkeypatch.setattr(study, "simulated_stamps", lambda trace, overlapped: Stamps.of(ROWS))
     return tasks
 
 

@@ -18,6 +18,7 @@ VALIDATION = Path(__file__).resolve().parent.parent / "validation"
 MICROBENCH = VALIDATION / "microbench" / "run.py"
 TIME_KERNELS = VALIDATION / "time_kernels.py"
 TRITON = VALIDATION / "triton_attention.py"
+PHASES = VALIDATION / "triton_phases.py"
 RESULT = VALIDATION / "data" / "h200_microbench.json"
 
 
@@ -189,10 +190,9 @@ def test_time_kernels_rejects_bad_arguments(arguments: list[str], message: str) 
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("script", [TIME_KERNELS, TRITON])
-def test_without_torch_or_gpu_the_message_says_so(script: Path, tmp_path: Path) -> None:
-    arguments = ["-o", str(tmp_path / "x.csv")] if script == TIME_KERNELS else []
-    done = call(script, *arguments)
+@pytest.mark.parametrize(("script", "options"), [(TIME_KERNELS, ["-o"]), (TRITON, []), (PHASES, ["-o", "--kernels"])])
+def test_without_torch_or_gpu_the_message_says_so(script: Path, options: list[str], tmp_path: Path) -> None:
+    done = call(script, *(part for i, option in enumerate(options) for part in (option, str(tmp_path / f"{i}.csv"))))
     assert done.returncode == 2
     assert "PyTorch and Triton are needed" in done.stderr or "NVIDIA GPU" in done.stderr
     assert "Traceback" not in done.stderr
@@ -215,3 +215,19 @@ def test_triton_timings_extend_the_timing_schema() -> None:
         flops = 4.0 * int(row["batch"]) * int(row["heads_q"]) * int(row["head_dim"]) * int(row["seqlen_q"]) ** 2
         flops /= 1 + int(row["causal"])
         assert float(row["tflops"]) == pytest.approx(flops / float(row["ms"]) / 1e9, rel=2e-3)
+
+
+def test_stamps_are_counted_per_tile_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(VALIDATION))
+    rows = importlib.import_module("triton_phases").stamp_rows
+    elsewhere = [[[0, 0], [0, 0]], [[0, 0], [0, 0]]]
+    late = [[[900, 950], [0, 0]], [[910, 960], [0, 0]]]  # its second block is masked
+    early = [[[100, 150], [300, 350]], [[90, 160], [310, 360]]]
+    assert list(rows("v", [elsewhere, late, early])) == [
+        ["v", 0, 0, 1, 10, "", 60],
+        ["v", 0, 0, 2, 210, "", 260],
+        ["v", 1, 0, 1, 0, "", 70],
+        ["v", 1, 0, 2, 220, "", 270],
+        ["v", 0, 1, 1, 810, "", 860],
+        ["v", 1, 1, 1, 820, "", 870],
+    ]

@@ -1,10 +1,12 @@
-"""Times real attention kernels on the GPU at hand, forward, bf16, with the SM clock of the same interval.
+"""Times real attention kernels on the GPU at hand, forward, with the SM clock of the same interval.
 
     python validation/time_kernels.py -o triton.csv --kernels triton fa2 cudnn
-    python validation/time_kernels.py -o sweep.csv --kernels triton --sweep --seqlens 4096
+    python validation/time_kernels.py -o sweep.csv --kernels triton --sweep --seqlens 4096 --dtype fp8
     python validation/time_kernels.py --counters counters.csv --kernels triton --seqlens 4096
 
-``triton`` is ``triton_attention.py``, ``fa2`` the FlashAttention-2 kernel inside PyTorch's SDPA, ``cudnn`` cuDNN's.
+``triton`` is ``triton_attention.py`` (bf16 or fp8), ``fa2`` the FlashAttention-2 kernel inside PyTorch's SDPA,
+``cudnn`` cuDNN's. ``eager`` and ``math`` are chains of kernels: standard attention in PyTorch as the benchmarks of the
+FlashAttention papers write it, and SDPA's fallback, which computes in FP32.
 The shapes are the papers' standard set: 16384 tokens in all, heads x head dim = 2048, with and without causal mask. A
 burst is a captured CUDA graph of launches (about 30 ms, no L2 flush between them), after one burst of warm-up; ``ms``
 is the median of three bursts back to back. ``sm_clock_mhz`` is the mean SM clock over the three: small kernels before
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("triton", "fa2", "cudnn")
+KERNELS = ("triton", "fa2", "cudnn", "eager", "math")
 TOKENS, WIDTH = 16384, 2048
 KNOBS = ("tile_m", "tile_n", "stages", "warps")
 SHAPE = (
@@ -79,6 +81,7 @@ class Case:
     seqlen: int
     head_dim: int
     knobs: tuple[int, int, int, int] | None = None
+    dtype: str = "bf16"
 
     @property
     def batch(self) -> int:
@@ -97,14 +100,14 @@ class Case:
     def columns(self, arch: str) -> dict[str, Any]:
         """The columns that name the case."""
         lengths, heads = [self.seqlen] * 2, [self.heads] * 2
-        values = [arch, self.kernel, "bf16", "fwd", int(self.causal), self.batch, *lengths, *heads, self.head_dim]
+        values = [arch, self.kernel, self.dtype, "fwd", int(self.causal), self.batch, *lengths, *heads, self.head_dim]
         return dict(zip(SHAPE, values, strict=True)) | dict(zip(KNOBS, self.knobs or [""] * 4, strict=True))
 
     def arguments(self) -> list[str]:
         """Command line that runs this case alone."""
         text = ["--kernels", self.kernel, "--seqlens", str(self.seqlen), "--head-dims", str(self.head_dim)]
         knobs = ["--knobs", *map(str, self.knobs)] if self.knobs else []
-        return [*text, "--masks", "causal" if self.causal else "full", *knobs]
+        return [*text, "--dtype", self.dtype, "--masks", "causal" if self.causal else "full", *knobs]
 
 
 def make_cases(options: argparse.Namespace) -> list[Case]:
@@ -118,7 +121,7 @@ def make_cases(options: argparse.Namespace) -> list[Case]:
         choices: Sequence[Any] = [None]
         if kernel == "triton":
             choices = SWEEP if options.sweep else [tuple(options.knobs or vars(DEFAULT_KNOBS[dim]).values())]
-        cases += [Case(kernel, mask == "causal", seqlen, dim, knobs) for knobs in choices]
+        cases += [Case(kernel, mask == "causal", seqlen, dim, knobs, options.dtype) for knobs in choices]
     return cases
 
 
@@ -126,20 +129,45 @@ def launcher(case: Case) -> Callable[[], Any]:
     """A function without arguments that launches the case on random normal data."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from triton_attention import Knobs, attention
+    from triton_attention import DTYPES, Knobs, attention, inputs
 
-    shape = (case.batch, case.heads, case.seqlen, case.head_dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = inputs(case.batch, [(case.heads, case.seqlen)] * 3, case.head_dim, DTYPES[case.dtype])
     if case.knobs is not None:
         knobs = Knobs(*case.knobs)
         return lambda: attention(q, k, v, causal=case.causal, knobs=knobs)
-    backend = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[case.kernel]
+    if case.dtype == "fp8":
+        raise ValueError("fp8 is for triton only")
+    if case.kernel == "eager":
+        packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], dim=2)
+        return lambda: eager(packed, case.causal)
+    backends = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
+    backend = backends[case.kernel]
 
     def call() -> Any:
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
     return call
+
+
+def eager(packed: Any, causal: bool) -> Any:
+    """Standard attention in separate PyTorch operations on packed (batch, seqlen, 3, heads, dim).
+
+    The operations of ``attention_pytorch`` in FlashAttention's benchmark: copies of Q and K in another order, a GEMM
+    that scales, an added mask, softmax, a GEMM.
+    """
+    import torch
+
+    batch, seqlen, _, heads, dim = packed.shape
+    q, k, v = packed.unbind(2)
+    q = q.transpose(1, 2).reshape(batch * heads, seqlen, dim)
+    k = k.permute(0, 2, 3, 1).reshape(batch * heads, dim, seqlen)
+    scores = torch.empty(batch * heads, seqlen, seqlen, dtype=q.dtype, device=q.device)
+    scores = torch.baddbmm(scores, q, k, beta=0, alpha=dim**-0.5).view(batch, heads, seqlen, seqlen)
+    if causal:
+        mask = torch.full((seqlen, seqlen), -10000.0, device=q.device).triu(1)
+        scores = scores + mask.to(scores.dtype)
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
 
 
 def make_probe() -> Callable[[], Any]:
@@ -170,9 +198,14 @@ def mean_clock_mhz(before: Any, after: Any) -> float:
 
 def time_case(case: Case) -> dict[str, Any]:
     """Columns TIMING of one case (``set`` excepted)."""
+    return time_calls(case, launcher(case))
+
+
+def time_calls(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
+    """The same of ``call``, which launches the case."""
     import torch
 
-    call, probe = launcher(case), make_probe()
+    probe = make_probe()
     call()
     probe()
     torch.cuda.synchronize()
@@ -276,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384], metavar="N")
     parser.add_argument("--head-dims", nargs="+", type=int, choices=(64, 128, 256), default=[64, 128, 256])
+    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8 (e5m2) for triton only")
     parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     parser.add_argument("--arch", default="h200", help="value of the column arch (default h200)")
     triton_knobs = parser.add_mutually_exclusive_group()

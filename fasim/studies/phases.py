@@ -1,11 +1,13 @@
-"""Phases inside FlashAttention-3: cycle stamps of its consumer warpgroups, measured and simulated.
+"""Phases inside a kernel: cycle stamps of its warpgroups, measured and simulated.
 
-The CSV has the columns of ``validation/data/h200_fa3_phases.csv``: per variant, consumer warpgroup, work tile of the
-CTA and iteration the cycles of three stamps. A simulated iteration has the same stamps, read off the trace of SM 0::
+The CSV has the columns of ``validation/data/h200_fa3_phases.csv``: per variant, warpgroup, work tile and iteration the
+cycles of three stamps. A simulated iteration has the same stamps, read off the trace of SM 0. In FlashAttention-3::
 
     issue_start    issue_end  s_ready                     issue_start of the next iteration
     |- issue ------|- wait QK-|- softmax ------------------|
        QK(n), PV(n+1) are issued; issuing blocks while the tensor core's queue is full
+
+A kernel that issues QK alone and waits for it (Triton's, ``validation/triton_phases.py``) leaves ``issue_end`` empty.
 
 The kernels are those of an ablation file (``validation/data/h200_fa3_ablations.csv``): one whose name is not there is
 its family's default with the change of each part of its name, ``d128_nocluster_nopp`` = ``d128_default`` with what
@@ -37,6 +39,9 @@ PHASES = ("period", "issue", "to s_ready", "softmax", "offset")
 #: Batch and tokens the stamps were taken at (``validation/data/README.md``).
 _SHAPE = {"batch": "4", "seqlen_q": "4096"}
 
+#: Roles whose warpgroups multiply and take the softmax.
+_WORKERS = ("consumer", "program")
+
 _TICKS = 64  # per cycle, of a trace made of stamps
 
 
@@ -48,13 +53,14 @@ class Stamps:
     tile: IntArray  # counts the work tiles of the CTA
     iteration: IntArray  # counts from 1: the first block of a tile has no PV before it
     issue_start: npt.NDArray[np.float64]
-    issue_end: npt.NDArray[np.float64]
+    issue_end: npt.NDArray[np.float64]  # NaN where it was not recorded
     s_ready: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Stamps:
         """From rows in the order of the fields, sorted here."""
-        table = np.array(sorted(tuple(row) for row in rows), dtype=np.float64).reshape(-1, 6).T
+        table = np.array(sorted((tuple(row) for row in rows), key=lambda row: row[:3]), dtype=np.float64)
+        table = table.reshape(-1, 6).T
         return cls(*(column.astype(np.int64) for column in table[:3]), *table[3:])
 
     def followed(self) -> npt.NDArray[np.bool_]:
@@ -72,7 +78,13 @@ class Stamps:
             "softmax": (self.issue_start[1:] - self.s_ready[:-1])[followed],
             "offset": self._offsets(),
         }
-        return {phase: float(np.median(samples[phase])) for phase in PHASES if len(samples[phase])}
+        known = {phase: sample[~np.isnan(sample)] for phase, sample in samples.items()}
+        return {phase: float(np.median(known[phase])) for phase in PHASES if len(known[phase])}
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether PV of another block is issued before QK is waited for, as ``issue_end`` says."""
+        return not bool(np.isnan(self.issue_end).all())
 
     def _offsets(self) -> npt.NDArray[np.float64]:
         """From the last start of warpgroup 0 to each start of warpgroup 1 within a tile."""
@@ -84,31 +96,33 @@ class Stamps:
         return np.concatenate(found) if found else np.zeros(0)
 
 
-def simulated_stamps(trace: Trace) -> Stamps:
-    """The stamps of SM 0's first CTA slot.
+def simulated_stamps(trace: Trace, overlapped: bool = True) -> Stamps:
+    """The stamps of SM 0's first CTA slot, of the roles that issue QK: one, or its instances in their order.
 
-    An iteration starts with the issue of "QK" and counts when "PV" is issued before the wait "wait QK". Its s_ready is
-    the end of that wait, or of issue where there was nothing to wait for.
+    An iteration starts with the issue of "QK". With ``overlapped`` it counts when "PV" is issued before the wait "wait
+    QK"; otherwise each counts, without issue_end. Its s_ready is the end of that wait, or of issue where there was
+    nothing to wait for.
     """
     rows = []
-    for track, name in enumerate(trace.tracks):
-        if not name.startswith("consumer"):
-            continue
+    workers = [track for track, name in enumerate(trace.tracks) if name.rstrip("0123456789") in _WORKERS]
+    for warpgroup, track in enumerate(workers):
         mine = (trace.track == track) & (trace.kind != UNIT_SLICE) & (trace.sm == 0) & (trace.slot == 0)
         slices = [
             (trace.names[trace.name[i]], REASONS[trace.kind[i]], int(trace.tile[i]), trace.start[i], trace.end[i])
             for i in np.flatnonzero(mine)
         ]
-        found = _iterations(slices, trace.ticks_per_cycle)
+        found = _iterations(slices, trace.ticks_per_cycle, overlapped)
         tiles = {tile: n for n, tile in enumerate(dict.fromkeys(tile for tile, *_ in found))}
         counts: dict[int, int] = {}
         for tile, *stamps in found:
             counts[tile] = counts.get(tile, 0) + 1
-            rows.append((int(name.removeprefix("consumer")), tiles[tile], counts[tile], *stamps))
+            rows.append((warpgroup, tiles[tile], counts[tile], *stamps))
     return Stamps.of(rows)
 
 
-def _iterations(slices: Iterable[tuple[str, str, int, int, int]], ticks: int) -> list[tuple[int, float, float, float]]:
+def _iterations(
+    slices: Iterable[tuple[str, str, int, int, int]], ticks: int, overlapped: bool
+) -> list[tuple[int, float, float, float]]:
     """(tile, issue_start, issue_end, s_ready) of each iteration of one consumer; ``slices`` in order of time."""
     found: list[tuple[int, float, float, float]] = []
     start: int | None = None  # of an iteration that has not come to its softmax
@@ -116,15 +130,15 @@ def _iterations(slices: Iterable[tuple[str, str, int, int, int]], ticks: int) ->
     before = ""
     for name, reason, tile, first, last in slices:
         if name == "QK" and before != "QK":
-            start, end = first, 0
-        elif name == "PV" and start is not None:
+            start, end = first, 0 if overlapped else last
+        elif name == ("PV" if overlapped else "QK") and start is not None:
             end = ready = last
         elif name == "wait QK" and end:
             ready = last
         elif name == "wait QK":
             start = None
         elif reason == "work" and start is not None and end:
-            found.append((tile, start / ticks, end / ticks, ready / ticks))
+            found.append((tile, start / ticks, end / ticks if overlapped else np.nan, ready / ticks))
             start = None
         before = name
     return found
@@ -137,7 +151,8 @@ def stamps_trace(stamps: Stamps) -> Trace:
     iteration has no end and is left out.
     """
     until = np.append(np.where(stamps.followed(), stamps.issue_start[1:], stamps.s_ready[:-1]), stamps.s_ready[-1:])
-    edges = np.array([stamps.issue_start, stamps.issue_end, stamps.s_ready, until])
+    issued = np.where(np.isnan(stamps.issue_end), stamps.s_ready, stamps.issue_end)
+    edges = np.array([stamps.issue_start, issued, stamps.s_ready, until])
     edges -= edges.min(initial=np.inf)
     starts, ends = (np.rint(_TICKS * part).astype(np.int64).ravel() for part in (edges[:-1], edges[1:]))
     n = len(stamps.tile)
@@ -245,7 +260,9 @@ def compare_phases(
             raise ConfigError(f"{table}: {name}: {task}")
         trace = task.simulate(traced=True).trace
         assert trace is not None
-        found.append(Variant(name, dict(task.knobs), measured[name], simulated_stamps(trace)))
+        found.append(
+            Variant(name, dict(task.knobs), measured[name], simulated_stamps(trace, measured[name].overlapped))
+        )
         if progress is not None:
             progress(done, len(wanted))
     return PhaseComparison(str(data), digest, tuple(overrides), tuple(found))
@@ -273,13 +290,15 @@ def _read_stamps(path: Path) -> tuple[str, dict[str, Stamps]]:
     """SHA-256 of the file, and the stamps by variant in the order of the file."""
     names = [field.name for field in fields(Stamps)]
     content, _, lines = read_lines(path, ("variant", *names))
-    rows: dict[str, list[tuple[int, ...]]] = {}
+    rows: dict[str, list[tuple[float, ...]]] = {}
     for number, row in lines:
-        rows.setdefault(row["variant"], []).append(tuple(_integer(f"{path}:{number}", row, name) for name in names))
+        rows.setdefault(row["variant"], []).append(tuple(_stamp(f"{path}:{number}", row, name) for name in names))
     return hashlib.sha256(content).hexdigest(), {name: Stamps.of(part) for name, part in rows.items()}
 
 
-def _integer(where: str, row: Mapping[str, str], name: str) -> int:
+def _stamp(where: str, row: Mapping[str, str], name: str) -> float:
+    if name == "issue_end" and not row[name]:
+        return np.nan
     try:
         return int(row[name])
     except ValueError:
