@@ -1,11 +1,11 @@
-"""Effects as arithmetic: each function takes an effect and the places it works on."""
+"""Effects as arithmetic: each function takes an effect and its operands."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,76 +31,40 @@ from fasim.numerics import probabilities, round_probabilities, round_to, update_
 from fasim.numerics.attention import LOG2_E, SoftmaxState, finish
 from fasim.numerics.formats import Float32
 from fasim.problem import Problem
-from fasim.values.findings import Kind
+from fasim.values.operands import Operands
 from fasim.values.storage import Value, concatenate
-
-
-class Places(Protocol):
-    """The operands of an effect by the names of its fields, when it takes place."""
-
-    @property
-    def problem(self) -> Problem:
-        """What is computed."""
-
-    @property
-    def pair(self) -> Sequence[Places]:
-        """The same effect in each CTA that executes it: one, or those of a 2-CTA MMA."""
-
-    def read(self, field: str) -> Value:
-        """What the operand holds."""
-
-    def write(self, field: str, value: Value) -> None:
-        """Put ``value`` there."""
-
-    def begun(self, field: str) -> bool:
-        """Whether the operand was written in this work tile."""
-
-    def turn(self, effect: Effect) -> int:
-        """How many effects of this kind the role has executed in this work tile."""
-
-    def load(self) -> Value:
-        """What the copy brings."""
-
-    def fetch(self, tensor: str, array: str | None, lines: int) -> Value:
-        """Columns of the work tile's lines."""
-
-    def store(self, value: Value, tensor: str | None, array: str | None) -> None:
-        """To global memory."""
-
-    def report(self, kind: Kind, field: str, message: str) -> None:
-        """Something is wrong with an operand."""
 
 
 def _scale_log2(problem: Problem) -> float:
     return LOG2_E / math.sqrt(problem.head_dim)
 
 
-def _load(e: Load, at: Places) -> None:
+def _load(e: Load, at: Operands) -> None:
     at.write("into", at.load())
 
 
-def _store(e: Store, at: Places) -> None:
+def _store(e: Store, at: Operands) -> None:
     value = at.read("source")
     if value.reference is not None:
         at.report("scale", "source", "stores sums of probabilities that were not divided by their row sum")
     at.store(value, e.tensor, e.array)
 
 
-def _fetch(e: Fetch, at: Places) -> None:
+def _fetch(e: Fetch, at: Operands) -> None:
     at.write("into", at.fetch(e.tensor, e.array, e.lines))
 
 
-def _move(e: Move, at: Places) -> None:
+def _move(e: Move, at: Operands) -> None:
     at.write("into", at.read("source"))
 
 
-def _round(e: Round, at: Places) -> None:
+def _round(e: Round, at: Operands) -> None:
     value = at.read("source")
     rounding = round_to if value.reference is None else round_probabilities
     at.write("into", replace(value, data=rounding(value.data, e.format)))
 
 
-def _matmul(e: Matmul, at: Places) -> None:
+def _matmul(e: Matmul, at: Operands) -> None:
     pair = at.pair
     halves = [one.read("b") for one in pair]
     b = concatenate(halves, 0 if e.transposed else 1)
@@ -115,11 +79,11 @@ def _matmul(e: Matmul, at: Places) -> None:
         one.write("into", _sum(one, product) if e.add else product)
 
 
-def _add(e: Add, at: Places) -> None:
+def _add(e: Add, at: Operands) -> None:
     at.write("into", _sum(at, at.read("source")))
 
 
-def _sum(at: Places, value: Value) -> Value:
+def _sum(at: Operands, value: Value) -> Value:
     """``value`` added to what the operand ``into`` has of this work tile."""
     if not at.begun("into"):
         return value
@@ -129,7 +93,7 @@ def _sum(at: Places, value: Value) -> Value:
     return replace(value, data=old.data + value.data)
 
 
-def _mask(e: Mask, at: Places) -> None:
+def _mask(e: Mask, at: Operands) -> None:
     problem, scores = at.problem, at.read("scores")
     assert scores.rows is not None and scores.columns is not None
     hidden = (scores.columns < 0)[None, :]
@@ -139,7 +103,7 @@ def _mask(e: Mask, at: Places) -> None:
     at.write("scores", replace(scores, data=np.where(hidden, np.float32(-np.inf), scores.data)))
 
 
-def _row_max(e: RowMax, at: Places) -> None:
+def _row_max(e: RowMax, at: Operands) -> None:
     scores = at.read("scores")
     old = at.read("into").data if at.begun("into") else np.full((len(scores.data), 1), -np.inf, np.float32)
     new, correction, _ = update_max(old[:, 0], scores.data, _scale_log2(at.problem), e.threshold)
@@ -147,13 +111,13 @@ def _row_max(e: RowMax, at: Places) -> None:
     at.write("scale", Value(correction[:, None].astype(np.float32), scores.rows, None, new[:, None], old))
 
 
-def _probabilities(e: Probabilities, at: Places) -> None:
+def _probabilities(e: Probabilities, at: Operands) -> None:
     scores, row_max = at.read("scores"), at.read("row_max").data
     p = probabilities(scores.data, row_max[:, 0], _scale_log2(at.problem), e.method)
     at.write("into", replace(scores, data=p, reference=row_max))
 
 
-def _row_sum(e: RowSum, at: Places) -> None:
+def _row_sum(e: RowSum, at: Operands) -> None:
     p, scale = at.read("p"), at.read("scale")
     total = p.data.sum(axis=1, keepdims=True)
     if _differ(p.reference, scale.reference):
@@ -163,20 +127,20 @@ def _row_sum(e: RowSum, at: Places) -> None:
     at.write("into", Value(total, p.rows, None, p.reference))
 
 
-def _rescale(e: Rescale, at: Places) -> None:
+def _rescale(e: Rescale, at: Operands) -> None:
     scale = at.read("scale")
     if at.begun("target"):
         at.write("target", _corrected(at, "target", scale))
 
 
-def _corrected(at: Places, field: str, scale: Value) -> Value:
+def _corrected(at: Operands, field: str, scale: Value) -> Value:
     value = at.read(field)
     if _differ(value.reference, scale.before):
         at.report("scale", field, "applies a correction that starts from another row maximum: one is missing or twice")
     return replace(value, data=value.data * scale.data, reference=scale.reference)
 
 
-def _normalise(e: Normalise, at: Places) -> None:
+def _normalise(e: Normalise, at: Operands) -> None:
     target, row_sum, row_max = at.read("target"), at.read("row_sum"), at.read("row_max")
     if _differ(target.reference, row_sum.reference) or _differ(row_sum.reference, row_max.data):
         at.report("scale", "target", "divides by a row sum relative to another row maximum: a rescale is missing")
@@ -186,7 +150,7 @@ def _normalise(e: Normalise, at: Places) -> None:
     at.write("lse", Value(np.asarray(done.lse, np.float32)[:, None], target.rows))
 
 
-def _split_weights(e: SplitWeights, at: Places) -> None:
+def _split_weights(e: SplitWeights, at: Operands) -> None:
     lses = at.read("lses")
     known = np.where(np.isnan(lses.data), -np.inf, lses.data)  # a split that has no keys writes nothing
     largest = known.max(axis=1, keepdims=True)
@@ -198,7 +162,7 @@ def _split_weights(e: SplitWeights, at: Places) -> None:
     at.write("lse", Value(lse.astype(np.float32), lses.rows))
 
 
-def _add_split(e: AddSplit, at: Places) -> None:
+def _add_split(e: AddSplit, at: Operands) -> None:
     source, turn = at.read("source"), at.turn(e)
     weight = at.read("weights").data[:, turn : turn + 1]
     part = replace(source, data=np.where(weight > 0, source.data * weight, 0).astype(np.float32))
@@ -216,7 +180,7 @@ def _range(numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str:
     return f"{inside[0]} to {inside[-1]}" if len(inside) else "beyond the tensor"
 
 
-_ARITHMETIC: dict[type[Effect], Callable[[Any, Places], None]] = {
+_ARITHMETIC: dict[type[Effect], Callable[[Any, Operands], None]] = {
     Load: _load,
     Store: _store,
     Fetch: _fetch,
@@ -235,6 +199,6 @@ _ARITHMETIC: dict[type[Effect], Callable[[Any, Places], None]] = {
 }
 
 
-def execute(effect: Effect, at: Places) -> None:
+def execute(effect: Effect, at: Operands) -> None:
     """Let ``effect`` take place."""
     _ARITHMETIC[type(effect)](effect, at)

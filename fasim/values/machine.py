@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable
 
 from fasim import image as im
 from fasim.effects import Effect, Load, Matmul, Place, Register, Smem, Tmem
@@ -17,92 +16,15 @@ from fasim.engine.reference_state import Agent
 from fasim.errors import ModelError
 from fasim.image import Image
 from fasim.ops import Arrive, Copy, Mma, Op, TileLoop, Wait, WaitCopies, WaitMma
-from fasim.problem import Problem
-from fasim.schedule import Kernel, Role
+from fasim.schedule import Kernel
 from fasim.values.arithmetic import execute
 from fasim.values.arrays import Arrays
 from fasim.values.findings import Finding, Kind, Log
-from fasim.values.storage import Access, Clock, Piece, PieceKey, Share, Storage, Value, concatenate, join
+from fasim.values.operands import Nothing, Operands
+from fasim.values.state import Actor, Cta, Located, Step
+from fasim.values.storage import Access, Clock, Share, Storage, join
 
 _WHOLE: Share = (0.0, 1.0)
-
-
-@dataclass
-class Cta:
-    """Storage of one CTA and what an observer of its barriers knows."""
-
-    smem: Storage
-    tmem: Storage
-    pending: dict[int, Clock] = field(default_factory=dict)  # barrier -> clocks of all arrivals so far
-    phases: dict[int, list[Clock]] = field(default_factory=dict)
-
-
-@dataclass
-class Actor:
-    """A role instance in a CTA of a cluster."""
-
-    agent: Agent
-    role: Role
-    instance: int
-    ctas: list[Cta]  # of the cluster, by rank
-    key: tuple[int, int, int, int]
-    clock: Clock = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    mma: Clock = field(default_factory=dict)  # the queue of its MMAs
-    groups: list[Step] = field(default_factory=list)
-    copies: dict[str, list[Step]] = field(default_factory=lambda: {"load": [], "store": []})
-    registers: dict[str, Storage] = field(default_factory=dict)
-    accesses: dict[Hashable, int] = field(default_factory=dict)  # by component
-    turns: dict[type[Effect], int] = field(default_factory=dict)  # executions in this work tile
-
-    @property
-    def name(self) -> str:
-        """Role and instance, as in traces."""
-        return self.role.name if self.role.count == 1 else f"{self.role.name}{self.instance}"
-
-
-@dataclass(frozen=True)
-class Located:
-    """An operand found: an interval of addresses of a storage."""
-
-    storage: Storage
-    name: str
-    stage: int
-    share: Share
-    lo: float
-    hi: float
-    text: str
-
-    @property
-    def key(self) -> PieceKey:
-        """What it is called in its storage."""
-        return self.name, self.stage, self.share
-
-
-@dataclass(eq=False)
-class Step:
-    """One execution of an instruction."""
-
-    actor: Actor
-    op: Op
-    pc: int
-    tile: int
-    begin: int
-    until: int | None = None
-    line: int = -1
-    clock: Clock = field(default_factory=dict)
-    found: list[tuple[Effect, list[dict[str, Located]]]] = field(default_factory=list)  # operands by rank
-    done: bool = False
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"{self.actor.name} '{self.op.label}'"
-
-    def cycles(self) -> str:
-        """When it ran."""
-        until = "" if self.until is None else f" to {self.until / im.TICKS:.0f}"
-        return f"cycle {self.begin / im.TICKS:.0f}{until}"
 
 
 class Machine:
@@ -209,6 +131,7 @@ class Machine:
         elif isinstance(op, WaitCopies):
             for other in actor.copies[op.kind]:
                 join(actor.clock, other.clock)
+            actor.copies[op.kind].clear()
         elif isinstance(op, TileLoop) and self.kinds[step.pc] == im.TILE:
             actor.registers.clear()
             actor.turns.clear()
@@ -221,8 +144,8 @@ class Machine:
         self._drain(tick)
         actor = self._actor(agent)
         for step in actor.copies["store"]:
-            if step.found and any(count > actor.clock.get(name, 0) for name, count in step.clock.items()):
-                place = next(iter(step.found[0][1][0].values())).text
+            for _, ranks in step.found:
+                place = next(iter(ranks[0].values())).text
                 self._report("race", step, place, "still reads when its role ends: a wait for the store is missing")
 
     def finish(self) -> None:
@@ -253,13 +176,13 @@ class Machine:
         for effect, ranks in step.found:
             if self.broken:
                 return
-            operands = [_Operands(self, step, places) for places in ranks]
+            operands = [Operands(self.kernel, self.arrays, step, places, self._report) for places in ranks]
             for operand in operands:
                 operand.pair = operands
             try:  # an MMA of a pair is one product; what else spreads over a cluster happens in each CTA
                 for operand in operands[:1] if isinstance(effect, Matmul) else operands:
                     execute(effect, operand)
-            except _Nothing as nothing:
+            except Nothing as nothing:
                 self.broken = True
                 self._report("data", step, nothing.place, f"reads {nothing}")
             step.actor.turns[type(effect)] = step.actor.turns.get(type(effect), 0) + 1
@@ -360,93 +283,6 @@ class Machine:
 
         roles = (first.actor.role.name, first.op.label, second.actor.role.name, second.op.label)
         self.log.add(("race", *roles, name), describe)
-
-
-class _Nothing(Exception):
-    """A place does not hold what is read from it."""
-
-    def __init__(self, place: str, why: str) -> None:
-        super().__init__(why)
-        self.place = place
-
-
-class _Operands:
-    """The operands of one effect at the moment it takes place; see ``arithmetic.Places``."""
-
-    def __init__(self, machine: Machine, step: Step, places: dict[str, Located]) -> None:
-        self.machine, self.step, self.places = machine, step, places
-        self.pair: Sequence[_Operands] = (self,)
-
-    @property
-    def problem(self) -> Problem:
-        return self.machine.kernel.problem
-
-    def read(self, field: str) -> Value:
-        at = self.places[field]
-        value = at.storage.read(at.name, at.stage, at.share)
-        if value is None:
-            by = at.storage.overwritten.get((at.name, at.stage))
-            raise _Nothing(at.text, f"what {by} overwrote" if by else "what nobody has written")
-        return value
-
-    def write(self, field: str, value: Value) -> None:
-        at, step = self.places[field], self.step
-        if not at.storage.write(at.key, at.lo, at.hi, Piece(value, self._tile, isinstance(step.op, Copy), step.name)):
-            self.report("data", field, "overwrites what was loaded before and nobody has read")
-
-    def begun(self, field: str) -> bool:
-        at = self.places[field]
-        return at.storage.written_in(at.key, self._tile)
-
-    @property
-    def _tile(self) -> int:
-        return self.step.tile // self.machine.cluster
-
-    def turn(self, effect: Effect) -> int:
-        return self.step.actor.turns.get(type(effect), 0)
-
-    def load(self) -> Value:
-        op = self.step.op
-        assert isinstance(op, Copy)
-        return self._global(op.tensor, None, self.step.line)
-
-    def fetch(self, tensor: str, array: str | None, lines: int) -> Value:
-        first, step = self._first_line(tensor), self.machine.kernel.find_tensor(tensor).step
-        return concatenate([self._global(tensor, array, first + step * i) for i in range(lines)], 1)
-
-    def _first_line(self, tensor: str) -> int:
-        kernel = self.machine.kernel
-        return int(kernel.tiles[kernel.find_tensor(tensor).start][self.step.tile])
-
-    def _global(self, tensor: str, array: str | None, line: int) -> Value:
-        layout = self.machine.kernel.find_tensor(tensor).layout
-        if layout is None:
-            raise ModelError(f"{self.machine.kernel.name}: tensor '{tensor}' has no layout: what do its lines hold?")
-        region = layout.region(line, self.step.tile)
-        name = array or layout.array or tensor
-        if name not in self.machine.arrays.data:
-            raise _Nothing(f"{name} in global memory", "what nobody has written")
-        return Value(self.machine.arrays.read(name, region), region.rows)
-
-    def store(self, value: Value, tensor: str | None, array: str | None) -> None:
-        step, kernel = self.step, self.machine.kernel
-        name = tensor or (step.op.tensor if isinstance(step.op, Copy) else "")
-        layout = kernel.find_tensor(name).layout
-        if layout is None:
-            raise ModelError(f"{kernel.name}: operation '{step.op.label}' stores to '{name}', which has no layout")
-        line = self._first_line(name) if tensor else step.line
-        region = layout.region(line, step.tile)
-        size, actor = len(region.rows), step.actor
-        if len(value.data) != size:  # an instance's own rows
-            rows = size // actor.role.count
-            region = region._replace(rows=region.rows[actor.instance * rows : (actor.instance + 1) * rows])
-        columns = value.data.shape[1] if array else layout.columns
-        if not self.machine.arrays.write(array or layout.array or name, layout, columns, region, value.data):
-            self.report("output", "source", f"writes rows of {array or name} a second time")
-
-    def report(self, kind: Kind, field: str, message: str) -> None:
-        step = self.step
-        self.machine._report(kind, step, self.places[field].text, message)
 
 
 def _addresses(kernel: Kernel) -> dict[tuple[str, str], tuple[int, int, int]]:
