@@ -1,0 +1,91 @@
+"""What the machine remembers of CTAs, role instances and instructions in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from fasim import image as im
+from fasim.effects import Effect
+from fasim.engine.reference_state import Agent
+from fasim.ops import Op
+from fasim.schedule import Role
+from fasim.values.storage import Clock, PieceKey, Share, Storage
+
+
+@dataclass
+class Cta:
+    """Storage of one CTA and what an observer of its barriers knows."""
+
+    smem: Storage
+    tmem: Storage
+    pending: dict[int, Clock] = field(default_factory=dict)  # barrier -> clocks of all arrivals so far
+    phases: dict[int, list[Clock]] = field(default_factory=dict)
+
+
+@dataclass
+class Actor:
+    """A role instance in a CTA of a cluster."""
+
+    agent: Agent
+    role: Role
+    instance: int
+    ctas: list[Cta]  # of the cluster, by rank
+    key: tuple[int, int, int, int]
+    clock: Clock = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    mma: Clock = field(default_factory=dict)  # the queue of its MMAs
+    groups: list[Step] = field(default_factory=list)
+    copies: dict[str, list[Step]] = field(default_factory=lambda: {"load": [], "store": []})
+    registers: dict[str, Storage] = field(default_factory=dict)
+    accesses: dict[Hashable, int] = field(default_factory=dict)  # by component
+    turns: dict[type[Effect], int] = field(default_factory=dict)  # executions in this work tile
+
+    @property
+    def name(self) -> str:
+        """Role and instance, as in traces."""
+        return self.role.name if self.role.count == 1 else f"{self.role.name}{self.instance}"
+
+
+@dataclass(frozen=True)
+class Located:
+    """An operand found: an interval of addresses of a storage."""
+
+    storage: Storage
+    name: str
+    stage: int
+    share: Share
+    lo: float
+    hi: float
+    text: str
+
+    @property
+    def key(self) -> PieceKey:
+        """What it is called in its storage."""
+        return self.name, self.stage, self.share
+
+
+@dataclass(eq=False)
+class Step:
+    """One execution of an instruction."""
+
+    actor: Actor
+    op: Op
+    pc: int
+    tile: int
+    begin: int
+    until: int | None = None
+    line: int = -1
+    clock: Clock = field(default_factory=dict)
+    found: list[tuple[Effect, list[dict[str, Located]]]] = field(default_factory=list)  # operands by rank
+    done: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.actor.name} '{self.op.label}'"
+
+    def cycles(self) -> str:
+        """When it ran."""
+        until = "" if self.until is None else f" to {self.until / im.TICKS:.0f}"
+        return f"cycle {self.begin / im.TICKS:.0f}{until}"
