@@ -19,13 +19,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, Group
 from sample_run import GEMM_CYCLES, TICKS, TRACKS, sample_run, sample_trace
 
+from fasim.analysis.bounds import bounds
+from fasim.analysis.compare import compare
+from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.run import REASONS, UNIT_SLICE, Run, Trace
 from fasim.views import common, plot, report, timeline
+from fasim.views.bounds_report import render_bounds
 from fasim.views.common import atomic_output, rows_of, window_of
+from fasim.views.compare_report import render_comparison
 from fasim.views.perfetto import write_trace
 from fasim.views.plot import plot_timeline
 from fasim.views.report import render_report, render_report_text
@@ -91,6 +96,51 @@ def test_report_fits_the_width_and_loses_nothing(width: int) -> None:
     assert "…" not in text
     assert text.count("5.5") + text.count("5.6") >= 9
     assert (" dependency " in text) == (width > 60)
+
+
+@pytest.mark.parametrize("bottleneck", ["tensor", "latency"])
+def test_no_number_is_cut_off_at_40_columns(bottleneck: str) -> None:
+    shares = dict(zip(REASONS, (50.0, *[100 / 18] * 9), strict=True))
+    run = replace(sample_run(), stalls={"correction": shares}, bottleneck=bottleneck)
+    text = render_report_text(run, 40)
+    assert max(len(line) for line in text.splitlines()) <= 40
+    assert "…" not in text and " steady" in text
+    assert re.search(r"^mufu +54\.2 +58\.5", text, re.MULTILINE)
+    told = " ".join(text.split("Time of each role, %\n")[1].split("\n\n")[0].split())
+    assert told.startswith("correction: work 50.0 ")
+    assert [float(n) for n in re.findall(r"[\d.]+", told)] == pytest.approx([50.0, *[100 / 18] * 9], abs=0.06)
+
+
+def test_comparison_and_bounds_at_40_columns() -> None:
+    run = replace(sample_run(), cycles=9_876_543.0)
+    problem = {"batch": 3, "seqlen_q": 1408, "heads_q": 8, "head_dim": 128, "dtype": "bf16"}
+    found = bounds(replace(run, meta={**run.meta, "problem": problem}), load_arch("h200"))
+    shown = Group(
+        render_comparison(compare([("A", run), ("B", sample_run())])), render_bounds(run, found, heads=8, layers=80)
+    )
+    console = Console(file=StringIO(), width=40, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    text = capture.get()
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 40
+    assert "A: 9,876,543 cycles, 32.93 us at 1600 MHz" in " ".join(text.split())
+    assert re.search(r"^tensor +[\d,]+ +[\d,]{9} +85\.5 +92\.4$", text, re.MULTILINE)
+
+
+def test_legend_of_colours_where_there_are_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    def output(**options: bool) -> str:
+        file = StringIO()
+        Console(file=file, width=80, **options).print(render_report(sample_run()))
+        return file.getvalue()
+
+    assert "a wait above 20 %" in output(force_terminal=True)
+    assert "a wait above 20 %" not in output()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "a wait above 20 %" not in output(force_terminal=True)
 
 
 def test_colour_only_for_a_terminal_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

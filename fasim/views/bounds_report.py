@@ -13,7 +13,7 @@ from rich.text import Text
 from fasim.analysis.bounds import Bounds, Story
 from fasim.analysis.compare import busy_cycles
 from fasim.run import Run
-from fasim.views.common import provenance
+from fasim.views.common import FirstThatFits, provenance
 
 
 def render_bounds(run: Run, bounds: Bounds, *, heads: int, layers: int) -> RenderableType:
@@ -26,7 +26,7 @@ def render_bounds(run: Run, bounds: Bounds, *, heads: int, layers: int) -> Rende
         head,
         Text(),
         Text("Cycles at peak rate", style="bold"),
-        _units(bounds),
+        FirstThatFits(_units(bounds, 2), _units(bounds, 1)),
         Text(),
         Text("Memory traffic and the roofline", style="bold"),
         _traffic(bounds),
@@ -50,15 +50,16 @@ def bound_line(run: Run) -> str:
     return f"Bound: {busy[unit]:,.0f} cycles by {unit}; the run takes {run.cycles / busy[unit]:.2f} times as long"
 
 
-def _grid(*heads: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=bool(any(heads)))
+def _grid(*heads: str, gap: int = 2) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=bool(any(heads)))
     for position, head in enumerate(heads):
         table.add_column(head, justify="right" if position else "left")
     return table
 
 
-def _units(bounds: Bounds) -> Table:
-    table = _grid("unit", "needed", "executed", "% of run", "% steady")
+def _units(bounds: Bounds, gap: int) -> Table:
+    heads = ("% of run", "% steady") if gap > 1 else ("%\nrun", "%\nsteady")
+    table = _grid("unit", "needed", "executed", *heads, gap=gap)
     for bound in sorted(bounds.units, key=lambda bound: -bound.executed_cycles):
         table.add_row(
             Text(bound.unit, style="bold red" if bound is bounds.limit else ""),

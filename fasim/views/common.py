@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from fasim.errors import ConfigError
 from fasim.run import REASONS, UNIT_SLICE, IntArray, Run, Trace
@@ -165,3 +166,16 @@ def atomic_output(path: Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{path}: cannot write: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+class FirstThatFits:
+    """The first of several renderables that is not too wide for the terminal, else the last: no number is cut off."""
+
+    def __init__(self, *choices: RenderableType) -> None:
+        self.choices = choices
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        *wider, narrowest = self.choices
+        unlimited = options.update(max_width=10_000)
+        fitting = (c for c in wider if console.measure(c, options=unlimited).maximum <= options.max_width)
+        yield next(fitting, narrowest)

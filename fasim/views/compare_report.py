@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fasim.analysis.compare import Change, Comparison
 from fasim.run import UNITS
-from fasim.views.common import knob_text, provenance
+from fasim.views.common import FirstThatFits, knob_text, provenance
 
 #: Changes of a role's reason below this share of the base's cycles are left out.
 _SMALL = 0.002
@@ -53,7 +53,23 @@ def _runs(comparison: Comparison) -> RenderableType:
             run.bottleneck,
         )
     lines = [Text(f"{label}: {' · '.join(provenance(run))}", style="cyan") for label, run in comparison.runs]
-    return Group(*lines, Text(), table)
+    return Group(*lines, Text(), FirstThatFits(table, _run_lines(comparison)))
+
+
+def _run_lines(comparison: Comparison) -> Text:
+    """What the table of runs says, in lines."""
+    text = Text()
+    for (label, run), change in zip(comparison.runs, (None, *comparison.changes), strict=True):
+        text.append(f"{label}: {run.cycles:,.0f} cycles")
+        if change:
+            text.append(" (").append_text(_signed(change.cycles_percent, " %")).append(")")
+        text.append(f", {run.time_us:.4g} us")
+        if change:
+            text.append(" (").append_text(_signed(change.time_percent, " %")).append(")")
+        text.append(f" at {run.clock_mhz:.0f} MHz, {run.tflops:.1f} TFLOP/s, {run.peak_percent:.1f} % of peak, ")
+        text.append(f"bottleneck {run.bottleneck}\n")
+    text.rstrip()
+    return text
 
 
 def _settings(comparison: Comparison, change: Change) -> RenderableType:

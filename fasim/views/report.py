@@ -52,21 +52,23 @@ from rich.table import Table
 from rich.text import Text
 
 from fasim.run import REASONS, UNITS, Run
-from fasim.views.common import provenance
+from fasim.views.common import FirstThatFits, provenance
 
 _BAR_WIDTH = 20
 _HIGH_PERCENT = 80.0  # a unit this busy is near its limit
 _STALL_PERCENT = 20.0  # a wait this long deserves a look, unless it is one of:
 #: Healthy: blocked at issue the MMA queue is full, a producer that waits for an empty buffer is ahead.
 HEALTHY = ("issue", "empty", "launch", "tail")
+_STALLS = "Time of each role, %"
 #: Column heads of at most four characters, the width of a share.
 _SHORT = {"issue": "iss", "dependency": "dep", "barrier": "barr", "empty": "empt", "memory": "mem", "launch": "lnch"}
 
 
 def render_report(run: Run) -> RenderableType:
-    """The report as a rich renderable; it fits 80 columns and stays readable at 60."""
-    parts: list[RenderableType] = [_headline(run), Text(), _utilisation(run), Text(), _StallTable(run.stalls)]
-    return Group(*parts, Text(), _traffic(run), Text(), _origin(run))
+    """The report as a rich renderable; it fits 80 columns, and 40 with shorter heads, bars and lines for tables."""
+    utilisation = FirstThatFits(*(_utilisation(run, bar) for bar in (_BAR_WIDTH, _BAR_WIDTH // 2)))
+    parts: list[RenderableType] = [_headline(run), Text(), utilisation, Text(), _stalls(run.stalls), _Legend(), Text()]
+    return Group(*parts, _traffic(run), Text(), _origin(run))
 
 
 def render_report_text(run: Run, width: int = 100) -> str:
@@ -100,15 +102,16 @@ def _table(title: str) -> Table:
     return table
 
 
-def _utilisation(run: Run) -> Table:
+def _utilisation(run: Run, bar_width: int) -> Table:
     table = _table("Utilisation, % of peak rate")
     table.add_column("unit")
     table.add_column("run", justify="right")
     steady = run.utilisation_steady
     if steady is not None:
         table.add_column("steady", justify="right")
-    table.add_column("", width=_BAR_WIDTH)
-    table.add_column("")
+    table.add_column("", width=bar_width)
+    if run.bottleneck in run.utilisation:
+        table.add_column("")
     order = {unit: position for position, unit in enumerate(UNITS)}
     for unit, percent in sorted(run.utilisation.items(), key=lambda item: (-item[1], order.get(item[0], len(order)))):
         limit = unit == run.bottleneck
@@ -117,31 +120,50 @@ def _utilisation(run: Run) -> Table:
         if steady is not None:
             cells.append(f"{steady[unit]:.1f}" if unit in steady else "")
         colour = "red" if limit else "yellow" if percent >= _HIGH_PERCENT else "green"
-        bar = ProgressBar(total=100, completed=percent, width=_BAR_WIDTH, complete_style=colour, finished_style=colour)
-        table.add_row(*cells, bar, Text("limit", style=style) if limit else "")
+        bar = ProgressBar(total=100, completed=percent, width=bar_width, complete_style=colour, finished_style=colour)
+        table.add_row(*cells, bar, *([Text("limit", style=style)] if limit else []))
     return table
 
 
-class _StallTable:
-    """Stall shares by role; the column heads are abbreviated where the terminal is too narrow for them."""
+def _stalls(stalls: Mapping[str, Mapping[str, float]]) -> RenderableType:
+    """Shares by role: as a table, with abbreviated heads, or a line per role, whatever the terminal has room for."""
+    rows = {role: dict(zip(REASONS, tenths(shares), strict=True)) for role, shares in stalls.items()}
+    return FirstThatFits(_stall_table(rows, {}), _stall_table(rows, _SHORT), _stall_lines(rows))
 
-    def __init__(self, stalls: Mapping[str, Mapping[str, float]]) -> None:
-        self.stalls = {role: dict(zip(REASONS, tenths(shares), strict=True)) for role, shares in stalls.items()}
-        self.reasons = [r for r in REASONS if any(row[r] for row in self.stalls.values())]
+
+def _stall_table(rows: Mapping[str, Mapping[str, float]], short: Mapping[str, str]) -> Table:
+    reasons = [reason for reason in REASONS if any(row[reason] for row in rows.values())]
+    table = _table(_STALLS)
+    table.add_column("role")
+    for reason in reasons:
+        table.add_column(short.get(reason, reason), justify="right")
+    for role, shares in rows.items():
+        table.add_row(Text(role), *(_share_cell(reason, shares[reason]) for reason in reasons))
+    return table
+
+
+def _stall_lines(rows: Mapping[str, Mapping[str, float]]) -> Text:
+    text = Text(_STALLS, style="bold")
+    for role, shares in rows.items():
+        text.append(f"\n{role}:", style="not bold")
+        for reason in sorted(shares, key=lambda reason: -shares[reason]):
+            if shares[reason]:
+                text.append(f" {reason} ", style="not bold").append_text(_share_cell(reason, shares[reason]))
+    return text
+
+
+class _Legend:
+    """What the colours mean, where there are any."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        full = self._shares({})
-        fits = console.measure(full, options=options.update(max_width=10_000)).maximum <= options.max_width
-        yield full if fits else self._shares(_SHORT)
-
-    def _shares(self, short: Mapping[str, str]) -> Table:
-        table = _table("Time of each role, %")
-        table.add_column("role")
-        for reason in self.reasons:
-            table.add_column(short.get(reason, reason), justify="right")
-        for role, shares in self.stalls.items():
-            table.add_row(Text(role), *(_share_cell(reason, shares[reason]) for reason in self.reasons))
-        return table
+        if console.color_system is None or console.no_color:
+            return
+        parts = (
+            ("limit", "bold red"),
+            (f"above {_HIGH_PERCENT:.0f} % of peak, or a wait above {_STALL_PERCENT:.0f} %", "yellow"),
+            ("work, or busy", "green"),
+        )
+        yield Text("  ").join(Text(text, style=style) for text, style in parts)
 
 
 def tenths(shares: Mapping[str, float]) -> list[float]:
