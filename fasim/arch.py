@@ -242,6 +242,11 @@ def _warnings(arch: Arch) -> Iterator[str]:
     for work, mhz in clock.sustained_mhz.items():
         if mhz > clock.max_mhz:
             yield f"clock.sustained_mhz.{work}: {mhz:g} is above clock.max_mhz {clock.max_mhz:g}"
+    if clock.attention is not None:
+        if clock.attention.idle_mhz > clock.max_mhz:
+            yield f"clock.attention.idle_mhz: {clock.attention.idle_mhz:g} is above clock.max_mhz {clock.max_mhz:g}"
+        if clock.attention.drop_mhz >= clock.attention.idle_mhz:
+            yield "clock.attention.drop_mhz: leaves no clock at the tensor peak"
     for key, rate in (
         ("issue.ops_per_cycle", sm.issue.ops_per_cycle),
         ("fma.ops_per_cycle", sm.fma.ops_per_cycle),

@@ -72,6 +72,19 @@ class Chip(_Table):
     """Published dense peak, used only to cross-check ``flops_per_cycle``."""
 
 
+class LoadLine(_Table):
+    """Clock of a power-limited chip under attention: a line in the achieved share of the dense tensor peak."""
+
+    idle_mhz: PositiveFloat
+    """At no tensor work."""
+    drop_mhz: NonNegativeFloat
+    """How much lower at the full dense tensor peak of the dtype."""
+
+    def mhz(self, peak_share: float) -> float:
+        """The clock at ``peak_share`` (0 to 1)."""
+        return self.idle_mhz - self.drop_mhz * peak_share
+
+
 class Clock(_Table):
     """SM clock in MHz."""
 
@@ -82,6 +95,8 @@ class Clock(_Table):
     sustained_mhz: ClockTable
     """Clock held under load, by kind of work: busy tensor cores (16-bit, 8-bit and narrower), memory bound, or
     latency bound."""
+    attention: LoadLine | None = None
+    """Clock under attention kernels; without it ``sustained_mhz`` stands for them."""
 
 
 class Issue(_Table):

@@ -1,5 +1,8 @@
 """Tiles of FlashAttention-3: their sizes, packed query heads, schedulers' orders, KV splits and their combine kernel.
 
+The first release has its own FP8 tiles, masks a block more and hands out causal tiles dynamically but in their
+natural order (flash_fwd_launch_template.h, tile_scheduler.hpp at 5018ac6a).
+
 Sources: tile_size.h, heuristics.h, tile_scheduler.hpp, flash_fwd_combine_kernel.h in hopper/, Dao-AILab/flash-attention
 at 0251105a.
 """
@@ -13,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.arch import Arch
+from fasim.effects import AddSplit, Fetch, Layout, Load, Region, Round, Smem, SplitWeights, Store
+from fasim.errors import ConfigError
 from fasim.ops import BarrierUse, Copy, Wait
 from fasim.problem import Problem
 from fasim.schedule import Kernel
@@ -37,11 +42,32 @@ TILES = {
 FP8_TILES = {(64, 64): (192, 160), (96, 96): (192, 128), (128, 128): (128, 224), (192, 192): (128, 160)}
 FP8_TILES |= {(256, 256): (128, 128)}
 
+#: The first release, causal or not: 16-bit at d64, and FP8 -> tile_m, tile_n, stages.
+FIRST_D64_TILE = (192, 128, True)
+FIRST_FP8_TILES = {(64, 64): (192, 128, 4), (128, 128): (128, 256, 2), (256, 256): (128, 128, 2)}
+
 #: (b, h) pairs the causal scheduler keeps together so that their K and V stay in L2.
 L2_SECTION_BYTES = 32 * 2**20
 
 #: Threads of the combine kernel, splits it loads ahead.
 COMBINE_WARPS, COMBINE_STAGES = 8, 4
+
+
+def tile(problem: Problem, first_release: bool) -> tuple[int, int, bool, int]:
+    """Tile table: tile_m, tile_n, P in registers, stages. Raises ConfigError where no kernel is built."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    table = {dims: (*sizes, 2) for dims, sizes in TILES.items() if dims[2] == problem.causal}
+    if problem.dtype == "fp8":
+        table = {(*dims, problem.causal): (*sizes, True, 2) for dims, sizes in FP8_TILES.items()}
+        if first_release:
+            table = {(*dims, problem.causal): (m, n, True, s) for dims, (m, n, s) in FIRST_FP8_TILES.items()}
+    elif first_release:
+        table = {dims: sizes for dims, sizes in table.items() if dims[0] == dims[1] in (64, 128, 256)}
+        table[64, 64, problem.causal] = (*FIRST_D64_TILE, 2)
+    row = next((sizes for (a, b, _), sizes in table.items() if d <= a and dv <= b), None)
+    if row is None or d % 16 or dv % 16:
+        raise ConfigError(f"fa3: no tile for head_dim {d}, head_dim_v {dv}; multiples of 16 up to 256 exist")
+    return row
 
 
 @dataclass(frozen=True)
@@ -104,8 +130,42 @@ def choose_splits(problem: Problem, arch: Arch, m: int, n: int) -> int:
     return int(np.argmax(efficiency >= 0.85 * efficiency.max())) + 1
 
 
-def grid(k: Kernel, cut: Plan, persistent: bool) -> None:
+IntArray = npt.NDArray[np.int64]
+
+
+def query_layout(problem: Problem, cut: Plan, pair: IntArray, block: IntArray, columns: int) -> Layout:
+    """Lines of Q or O: query tile ``block[line]`` of the heads ``pair[line]``."""
+    rows = np.arange(cut.m, dtype=np.int64)
+
+    def region(line: int, tile: int) -> Region:
+        return Region(_query_rows(problem, cut, int(pair[line]), int(block[line]) * cut.m + rows))
+
+    return Layout(problem.batch * problem.heads_q * problem.seqlen_q, columns, region)
+
+
+def _query_rows(problem: Problem, cut: Plan, pair: int | IntArray, row: IntArray) -> IntArray:
+    """(batch, head, token) numbers of rows of the heads ``pair``: where heads share tiles, their rows alternate."""
+    head, token = pair * cut.group + row % cut.group, row // cut.group
+    return np.where(row < cut.rows(problem), head * problem.seqlen_q + token, -1)
+
+
+def partial_layout(problem: Problem, cut: Plan) -> Layout:
+    """Lines of the splits' outputs: (pair, query tile, split), the rows of a split together."""
+    m_blocks, length = cut.m_blocks(problem), cut.rows(problem)
+    total = cut.pairs(problem) * length
+
+    def region(line: int, tile: int) -> Region:
+        (pair, block), split = divmod(line // cut.splits, m_blocks), line % cut.splits
+        row = block * cut.m + np.arange(cut.m, dtype=np.int64)
+        return Region(np.where(row < length, split * total + pair * length + row, -1))
+
+    return Layout(cut.splits * total, problem.head_dim_v, region)
+
+
+def grid(k: Kernel, cut: Plan, persistent: bool, first_release: bool) -> tuple[IntArray, IntArray]:
     """Work tiles: (m block, head, batch) in the scheduler's order, and their KV blocks, last to first.
+
+    Returns the heads (pair) and the m block of each line of Q.
 
     The first block of a tile is peeled and always masked, so ``masked`` and ``full`` count the others.
     """
@@ -113,8 +173,8 @@ def grid(k: Kernel, cut: Plan, persistent: bool) -> None:
     m_blocks, pairs = cut.m_blocks(problem), cut.pairs(problem)
     if cut.splits > 1:
         pair, split, block = (a.ravel() for a in np.mgrid[0:pairs, 0 : cut.splits, 0:m_blocks])
-    elif not problem.causal:
-        k.mode = "static" if persistent else "single"
+    elif not problem.causal or first_release:
+        k.mode = "single" if not persistent else "dynamic" if problem.causal else "static"
         pair, block = (a.ravel() for a in np.mgrid[0:pairs, 0:m_blocks])
         split = np.zeros_like(pair)
     else:
@@ -122,6 +182,7 @@ def grid(k: Kernel, cut: Plan, persistent: bool) -> None:
         pair, block = _longest_first(problem, pairs, m_blocks).T
         split = np.zeros_like(pair)
     total, masked = np.array([_kv_blocks(problem, cut, b) for b in range(m_blocks)], dtype=np.int64).T
+    masked = np.minimum(masked + (first_release and problem.causal), total)
     share = -(-total // cut.splits)[block]
     start = split * share
     stop = np.minimum(start + share, total[block])
@@ -139,6 +200,10 @@ def grid(k: Kernel, cut: Plan, persistent: bool) -> None:
         "kv": (kv_head * blocks + stop - 1) * k.cluster + rank,
         "partial": (pair * m_blocks + block) * cut.splits + split,
     }
+    if cut.splits > 1:
+        lines = np.arange(pairs * m_blocks, dtype=np.int64)
+        return lines // m_blocks, lines % m_blocks
+    return pair, block
 
 
 def _kv_blocks(problem: Problem, cut: Plan, block: int) -> tuple[int, int]:
@@ -176,8 +241,24 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
     pair, row = first // cut.rows(problem), first % cut.rows(problem)
     m_blocks = cut.m_blocks(problem)
     k.tiles = {"out": np.arange(len(first), dtype=np.int64), "partial": (pair * m_blocks + row // cut.m) * cut.splits}
-    partial = k.tensor("O.partial", cut.pairs(problem) * m_blocks * cut.splits, 4 * rows * dv, "partial", 1)
-    out = k.tensor("O", len(first), 2 * rows * dv, "out")
+
+    def rows_of(tile: int) -> IntArray:
+        row = int(first[tile]) + np.arange(rows, dtype=np.int64)
+        return np.where(row < total, row, -1)
+
+    def parts(line: int, tile: int) -> Region:
+        row = rows_of(tile)
+        return Region(np.where(row >= 0, line % cut.splits * total + row, -1))
+
+    def outputs(line: int, tile: int) -> Region:
+        row = rows_of(tile)
+        of_pair = _query_rows(problem, cut, row // cut.rows(problem), row % cut.rows(problem))
+        return Region(np.where(row >= 0, of_pair, -1))
+
+    layouts = Layout(cut.splits * total, dv, parts), Layout(total, dv, outputs)
+    lines = cut.pairs(problem) * m_blocks * cut.splits
+    partial = k.tensor("O.partial", lines, 4 * rows * dv, "partial", 1, layouts[0])
+    out = k.tensor("O", len(first), 2 * rows * dv, "out", layout=layouts[1])
     k.smem("partial", partial.line_bytes, COMBINE_STAGES)
     full = k.barrier("partial.full", 1, COMBINE_STAGES)
     values = rows * dv / (32 * COMBINE_WARPS)
@@ -187,18 +268,22 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
         return BarrierUse(full.name, full.stages, counter)
 
     with k.role("combine", warps=COMBINE_WARPS, registers=64) as c, c.tiles():
-        load = Copy("load partial", partial.name, partial.line_bytes, "load", "threads", use("load"))
+        into = (Load(Smem("partial")),)
+        load = Copy("load partial", partial.name, partial.line_bytes, "load", "threads", use("load"), effects=into)
         with c.loop(ahead, "prefetch"):
             c.record(load)
         c.delay("load LSE", arch.l2.latency_cycles, "memory")
-        c.vector("scales", {"fmnmx": 4, "ffma": 4, "ex2": 4, "shfl": 8}, latency={"shfl": 8, "ex2": 2})
+        weights = Fetch("lses", partial.name, cut.splits, "LSE.partial"), SplitWeights(), Store("lse", "O", array="LSE")
+        mix = {"fmnmx": 4, "ffma": 4, "ex2": 4, "shfl": 8}
+        c.vector("scales", mix, latency={"shfl": 8, "ex2": 2}, effects=weights)
         for trips, more in ((cut.splits - ahead, True), (ahead, False)):
             with c.loop(trips, "splits"):
                 c.record(Wait("wait partial", use("get"), "memory", named=True))
                 mix = {"lds": values / 4 + 1, "ffma": values}
-                c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1})
+                effects = (AddSplit(Smem("partial", counter="get")),)
+                c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1}, effects=effects)
                 if more:
                     c.record(load)
-        c.vector("convert", {"f2fp": values / 2})
-        c.copy("store O", out, out.line_bytes, "store", "threads")
+        c.vector("convert", {"f2fp": values / 2}, effects=(Round("O", "O", "fp16" if problem.dtype == "fp16" else "bf16"),))
+        c.copy("store O", out, out.line_bytes, "store", "threads", effects=(Store("O"),))
     return k

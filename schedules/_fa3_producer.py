@@ -5,6 +5,7 @@ Sources: hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp of Dao-AILab/flash-attention a
 
 from __future__ import annotations
 
+from fasim.effects import Load, Move, Smem
 from fasim.ops import BarrierUse, Copy
 from fasim.schedule import Ring, Role
 
@@ -20,7 +21,8 @@ def load_q(p: Role, ring: Ring, packed: bool) -> None:
         return
     p.wait_barrier(ring.empty, reason="empty", ahead=1, label="wait Q empty")
     use = BarrierUse(ring.full.name, 1, "Q.load")
-    p.record(Copy("load Q", ring.tensor.name, ring.tensor.line_bytes, "load", "threads", use))
+    effects = (Load(Smem("Q")),)
+    p.record(Copy("load Q", ring.tensor.name, ring.tensor.line_bytes, "load", "threads", use, effects=effects))
 
 
 def transpose(p: Role, loads: Ring, ring: Ring, dv: int) -> None:
@@ -35,6 +37,7 @@ def transpose(p: Role, loads: Ring, ring: Ring, dv: int) -> None:
     moves = nbytes / 512 / p.warps
     mix = {"lds": moves, "sts": moves, "alu": 4 * moves}
     smem_bytes = 2 * nbytes * next(waves for limit, waves in TRANSPOSE_WAVEFRONTS.items() if dv <= limit)
-    p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": moves / 2})
+    effect = Move(Smem(loads.buffer.name), Smem(name, counter=f"{ring.empty.name}.shared.wait"))
+    p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": moves / 2}, effects=(effect,))
     p.arrive(ring.full, label=f"{name} full")
     p.release(loads)

@@ -6,10 +6,13 @@ the softmax of block n. Two tricks hide that softmax: the tensor core works for 
 warpgroup meanwhile (ping-pong: named barriers hand the right to issue around), and a warpgroup's
 own PV still runs while its row maximum is taken (overlap). KV blocks are visited last to first.
 FP8 (e4m3) has wider tiles and a producer warpgroup that transposes V. Splits cut the keys of a tile
-into parts that a second kernel adds (decoding); heads of a group then share tiles.
+into parts that a second kernel adds (decoding); heads of a group then share tiles. The first release, which the paper
+measured, draws causal tiles in their natural order, takes a turn for the first QK too, rescales O between the two MMAs, and in
+FP8 runs QK, softmax and PV one after the other, with turns for QK alone.
 
 Sources: the hopper/ folder of Dao-AILab/flash-attention at 0251105a (tile_size.h,
-mainloop_fwd_sm90_tma_gmma_ws.hpp, tile_scheduler.hpp) for tiles, roles, barriers and order;
+mainloop_fwd_sm90_tma_gmma_ws.hpp, tile_scheduler.hpp) for tiles, roles, barriers and order, at 7f67966c and
+(FP8) 5018ac6a, July 2024, for the first release, whose instruction counts are taken to be the same;
 instruction counts from the disassembly of that build (nvcc 13.0): per thread and iteration with
 E = tile_n / 2 elements and 2 rows, E+4 FMNMX, E+2 FFMA, E+2 EX2, E FADD, dv/2+4 FMUL, E/2 F2FP.
 """
@@ -20,12 +23,29 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
+from fasim.effects import (
+    Add,
+    Effect,
+    Mask,
+    Matmul,
+    Move,
+    Normalise,
+    Probabilities,
+    Rescale,
+    Round,
+    RowMax,
+    RowSum,
+    Smem,
+    Store,
+    row_blocks,
+)
 from fasim.errors import BudgetError, ConfigError
 from fasim.library import schedule
+from fasim.ops import Mix
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
-from ._fa3_grid import FP8_TILES, TILES, combine, grid, plan
+from ._fa3_grid import combine, grid, partial_layout, plan, query_layout, tile
 from ._fa3_producer import load_q, transpose
 
 #: Share of the exponentials the compiler places before its wait for PV (from the SASS): none where P
@@ -64,9 +84,11 @@ class Config:
     early: float
     warpgroups: int
     rescale_early: bool
+    first_release: bool
     fp8: bool
     two_level: bool
     output: Literal["tma", "threads", "partial"]  # how O leaves; partial: one split's share in FP32
+    formats: tuple[str, str]  # of P and O
 
     @property
     def element(self) -> int:
@@ -101,9 +123,11 @@ def fa3(
     *,
     tile_m: Annotated[int | None, "query rows per CTA, 64 per consumer warpgroup; default: tile table"] = None,
     tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None,
-    stages: Annotated[int, "buffers each of K and V"] = 2,
+    stages: Annotated[int | None, "buffers each of K and V; default: 2, or as the first release's FP8 table says"] = None,
     pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None,
-    overlap: Annotated[bool, "issue QK of the next block before PV of the last (intra-warpgroup overlap)"] = True,
+    overlap: Annotated[
+        bool | None, "issue QK of the next block before PV of the last; default: on, but for FP8 of the first release"
+    ] = None,
     p_in_registers: Annotated[bool | None, "P is the register operand of PV, else it goes through SMEM"] = None,
     cluster: Annotated[
         int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"
@@ -113,15 +137,14 @@ def fa3(
     early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
     two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False,
     splits: Annotated[int, "parts the keys of a tile are split into; 0: FlashAttention-3's heuristic"] = 1,
+    build: Annotated[Literal["2026", "2024"], "release: August 2026, or the first one (July 2024), the paper's"] = "2026",
 ) -> list[Kernel]:
     """FlashAttention-3 forward on Hopper: ping-pong warpgroups, QK and softmax overlapped."""
     d, dv = problem.head_dim, problem.head_dim_v
     fp8 = problem.dtype == "fp8"
-    table = TILES if not fp8 else {(*dims, problem.causal): (*tile, True) for dims, tile in FP8_TILES.items()}
-    row = next((tiles for (a, b, c), tiles in table.items() if d <= a and dv <= b and c == problem.causal), None)
-    if row is None or d % 16 or dv % 16:
-        raise ConfigError(f"fa3: no tile for head_dim {d}, head_dim_v {dv}; multiples of 16 up to 256 exist")
-    m, n = tile_m or row[0], tile_n or row[1]
+    first_release = build == "2024"
+    row = tile(problem, first_release)
+    m, n, stages = tile_m or row[0], tile_n or row[1], stages or row[3]
     warpgroups = m // 64
     if m % 64 or warpgroups not in REGISTERS:
         raise ConfigError(f"fa3: tile_m {m} is not 64 per warpgroup for 1 to 3 warpgroups (64, 128, 192)")
@@ -130,11 +153,13 @@ def fa3(
     in_registers = row[2] if p_in_registers is None else p_in_registers
     if fp8 and not in_registers:
         raise ConfigError("fa3: p_in_registers=off does not exist for fp8")
+    if overlap is None:
+        overlap = not (fp8 and first_release)
     if two_level and not fp8:
         raise ConfigError(f"fa3: two_level is an option of fp8, not {problem.dtype}")
     if pingpong is None:
         ordered = d >= 128 if fp8 else d <= 128
-        pingpong = (warpgroups >= 2 and ordered) if overlap else warpgroups == 2
+        pingpong = (warpgroups >= 2 and ordered) if overlap or first_release else warpgroups == 2
     if pingpong and warpgroups < 2:
         raise ConfigError("fa3: pingpong needs two consumer warpgroups (tile_m >= 128)")
     if splits < 0:
@@ -143,13 +168,13 @@ def fa3(
     m_blocks = cut.m_blocks(problem)
     persistent = persistent and cut.splits == 1
     if cluster is None:
-        shared = 128 < d <= 192 if fp8 else d >= 128
+        shared = (first_release or 128 < d <= 192) if fp8 else d >= 128
         cluster = 2 if shared and not problem.causal and m_blocks % 2 == 0 and persistent else 1
     if m_blocks % cluster:
         raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
     limit = min(head for head in EARLY_EXP if head >= max(d, dv))
     early = early_exp if early_exp is not None else FP8_EARLY_EXP if fp8 else EARLY_EXP[limit] * in_registers
-    rescale_early = max(d, dv) > 128 and overlap and not fp8
+    rescale_early = (max(d, dv) > 128 or first_release) and overlap and not fp8
     output: Literal["tma", "threads", "partial"] = (
         "partial" if cut.splits > 1 else "threads" if cut.group > 1 else "tma"
     )
@@ -166,9 +191,11 @@ def fa3(
         early,
         warpgroups,
         rescale_early,
+        first_release,
         fp8,
         two_level,
         output,
+        ("e4m3" if fp8 else problem.dtype, "bf16" if fp8 else problem.dtype),
     )
     _check_registers(cfg, arch)
 
@@ -176,21 +203,25 @@ def fa3(
         tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers
     )
     knobs |= dict(cluster=cluster, exp=exp, persistent=persistent, early_exp=early)
-    knobs |= dict(two_level=two_level, splits=cut.splits)
+    knobs |= dict(two_level=two_level, splits=cut.splits, build=build)
     k = Kernel(
         "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
     )
-    grid(k, cut, persistent)
+    if not exp:
+        k.not_attention = "exp=off leaves the exponential out"
+    pair, block = grid(k, cut, persistent, first_release)
     rows = min(m, cut.rows(problem))  # of a tile, that exist
     q_bytes, kv_rows = cfg.element * m * d, cfg.element * n
     shared = cluster > 1
     boxes, v_boxes = -(-d * cfg.element // 128), -(-dv * cfg.element // 128)  # a TMA box is 128 bytes wide
-    q_tensor = k.tensor("Q", cut.pairs(problem) * m_blocks, q_bytes * rows // m, "q")
+    q_layout, o_layout = (query_layout(problem, cut, pair, block, columns) for columns in (d, dv))
+    q_tensor = k.tensor("Q", cut.pairs(problem) * m_blocks, q_bytes * rows // m, "q", layout=q_layout)
     q_ring = k.ring(q_tensor, q_bytes, 1, consumers=warpgroups, boxes=boxes)
     blocks = -(-problem.seqlen_k // n)
     lines = problem.batch * problem.heads_kv * blocks * cluster
-    k_tensor = k.tensor("K", lines, kv_rows * d // cluster, "kv", -cluster)
-    v_tensor = k.tensor("V", lines, kv_rows * dv // cluster, "kv", -cluster)
+    keys, values = (row_blocks(problem.batch * problem.heads_kv, problem.seqlen_k, n, x, cluster) for x in (d, dv))
+    k_tensor = k.tensor("K", lines, kv_rows * d // cluster, "kv", -cluster, keys)
+    v_tensor = k.tensor("V", lines, kv_rows * dv // cluster, "kv", -cluster, values)
     k_ring = k.ring(k_tensor, kv_rows * d, stages, consumers=warpgroups, multicast=shared, boxes=boxes)
     v_loads = v_ring = k.ring(
         v_tensor, kv_rows * dv, stages, consumers=1 if fp8 else warpgroups, multicast=shared, boxes=v_boxes
@@ -199,13 +230,14 @@ def fa3(
         full, empty = k.barrier("Vt.full", 1, stages), k.barrier("Vt.empty", warpgroups, stages)
         v_ring = Ring(k.smem("Vt", kv_rows * dv, stages), full, empty, v_tensor, 0, False, 0)
     if output == "partial":
-        o_tensor = k.tensor("O.partial", cut.pairs(problem) * m_blocks * cut.splits, 4 * rows * dv, "partial")
+        lines = cut.pairs(problem) * m_blocks * cut.splits
+        o_tensor = k.tensor("O.partial", lines, 4 * rows * dv, "partial", layout=partial_layout(problem, cut))
     else:
-        o_tensor = k.tensor("O", k.tile_count, 2 * rows * dv, "q")
+        o_tensor = k.tensor("O", k.tile_count, 2 * rows * dv, "q", layout=o_layout)
     k.smem("O", 2 * m * dv, aliases=v_ring.buffer.name)
     if not in_registers:
         k.smem("P", 2 * m * n)
-    o_free = k.barrier("O.free", 1)  # O shares V's space: V may land once the store has read O
+    o_free = k.barrier("O.free", cluster)  # O shares V's space: V may land once the stores of all CTAs have read O
     turn = k.turns("turn", warpgroups)
     epilogue = k.barrier("epilogue", warpgroups, named=True)
 
@@ -238,7 +270,11 @@ def fa3(
             c.wait(q_ring)
             if overlap:
                 _wait_polled(c, k_ring, True)
+                if pingpong and first_release:
+                    c.wait_barrier(turn, "own", label="wait turn")
                 _qk(c, cfg)
+                if pingpong and first_release:
+                    c.arrive(turn, "next", label="pass turn")
                 c.wait_mma(0, "wait QK")
                 c.release(k_ring)
                 _softmax_whole(c, cfg, masked=True, first=True)
@@ -246,6 +282,8 @@ def fa3(
                     with c.loop(trips):
                         _overlapped_step(c, cfg, k_ring, v_ring, turn, masked)
                 c.release(q_ring)
+                if cfg.rescale_early:
+                    c.vector("rescale O", {"fmul": cfg.dv / 2}, effects=(Rescale("O"),))
                 _wait_polled(c, v_ring, True)
                 _pv(c, cfg)
                 c.wait_mma(0, "wait PV")
@@ -255,7 +293,7 @@ def fa3(
                 for trips, masked in (("masked", True), ("full", False)):
                     with c.loop(trips):
                         _serial_step(c, cfg, k_ring, v_ring, turn, masked)
-                if pingpong:
+                if pingpong and not first_release:
                     c.arrive(turn, "next", label="pass turn")
                 c.release(q_ring)
             _store_output(c, cfg, epilogue, o_tensor, o_free)
@@ -269,7 +307,7 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
         c.wait_barrier(turn, "own", label="wait turn")
     _qk(c, cfg)
     if cfg.rescale_early:
-        c.vector("rescale O", {"fmul": cfg.dv / 2})
+        c.vector("rescale O", {"fmul": cfg.dv / 2}, effects=(Rescale("O"),))
     _wait_polled(c, v_ring, not cfg.pingpong)
     _pv(c, cfg)
     if cfg.pingpong:
@@ -282,7 +320,7 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
     c.release(v_ring)
     rest = {"fadd": cfg.elements, "f2fp": cfg.elements / 2, "fmul": 4.0 + (0 if cfg.rescale_early else cfg.dv / 2)}
     rest["fadd"] += cfg.dv / 2 * cfg.two_level
-    _exp(c, cfg, "exp, sum, P", 1.0 - cfg.early, 0.5, rest)
+    _exp(c, cfg, "exp, sum, P", 1.0 - cfg.early, 0.5, rest, _block_effects(cfg, rescale=not cfg.rescale_early))
     _p_to_smem(c, cfg)
     c.delay("loop", LOOP_CYCLES, "issue")
 
@@ -290,18 +328,23 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
 def _serial_step(
     c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Barrier, masked: bool, first: bool = False
 ) -> None:
-    """QK, softmax, PV one after the other; with ping-pong a turn covers PV and the next QK."""
-    if cfg.pingpong and first:
+    """QK, softmax, PV one after the other; with ping-pong a turn covers PV and the next QK.
+
+    In the first release it covers QK from its issue to its end.
+    """
+    if cfg.pingpong and (first or cfg.first_release):
         c.wait_barrier(turn, "own", label="wait turn")
     c.wait(k_ring)
     _qk(c, cfg)
-    if cfg.pingpong:
+    if cfg.pingpong and not cfg.first_release:
         c.arrive(turn, "next", label="pass turn")
     c.wait_mma(0, "wait QK")
+    if cfg.pingpong and cfg.first_release:
+        c.arrive(turn, "next", label="pass turn")
     c.release(k_ring)
     _softmax_whole(c, cfg, masked, first)
     c.wait(v_ring)
-    if cfg.pingpong:
+    if cfg.pingpong and not cfg.first_release:
         c.wait_barrier(turn, "own", label="wait turn")
     _pv(c, cfg)
     c.wait_mma(0, "wait PV")
@@ -311,12 +354,17 @@ def _serial_step(
 
 def _qk(c: Role, cfg: Config) -> None:
     count = -(-cfg.d // cfg.depth)
-    c.mma("QK", m=64, n=cfg.n, k=cfg.depth, count=count, a="smem", dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
+    options = dict(a="smem", dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
+    effect = Matmul("S", Smem("Q"), Smem("K"), transposed=True)
+    c.mma("QK", m=64, n=cfg.n, k=cfg.depth, count=count, effects=(effect,), **options)
 
 
 def _pv(c: Role, cfg: Config) -> None:
     a, count = "register" if cfg.in_registers else "smem", cfg.n // cfg.depth
-    c.mma("PV", m=64, n=cfg.dv, k=cfg.depth, count=count, a=a, dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
+    options = dict(a=a, dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
+    p, v = "P" if cfg.in_registers else Smem("P"), Smem("Vt" if cfg.fp8 else "V")
+    effect = Matmul("PV", p, v) if cfg.two_level else Matmul("O", p, v, add=True)
+    c.mma("PV", m=64, n=cfg.dv, k=cfg.depth, count=count, effects=(effect,), **options)
 
 
 def _wait_polled(c: Role, ring: Ring, everyone: bool) -> None:
@@ -333,13 +381,24 @@ def _wait_polled(c: Role, ring: Ring, everyone: bool) -> None:
 def _row_max(c: Role, cfg: Config, masked: bool) -> None:
     """Maximum of the first of a thread's two rows; the second's is taken beside the first exponentials."""
     if masked:
-        c.vector("mask", {"alu": 2 * cfg.elements})  # ISETP and FSEL per element
+        c.vector("mask", {"alu": 2 * cfg.elements}, effects=(Mask("S"),))  # ISETP and FSEL per element
     c.vector("row max", {"fmnmx": cfg.elements / 2 + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
-    c.vector("scale", {"ffma": 2, "ex2": 2 if cfg.exp else 0, "fmul": 2}, latency={"fma": 1, "ex2": 1})
+    scale = {"ffma": 2, "ex2": 2 if cfg.exp else 0, "fmul": 2}
+    c.vector("scale", scale, latency={"fma": 1, "ex2": 1}, effects=(RowMax("S"),))
 
 
-def _exp(c: Role, cfg: Config, label: str, exps: float, ffmas: float, more: dict[str, float]) -> None:
-    c.vector(label, {"ffma": ffmas * cfg.elements, "ex2": exps * cfg.exps, **more})
+def _exp(
+    c: Role, cfg: Config, label: str, exps: float, ffmas: float, more: Mix, effects: tuple[Effect, ...] = ()
+) -> None:
+    c.vector(label, {"ffma": ffmas * cfg.elements, "ex2": exps * cfg.exps, **more}, effects=effects)
+
+
+def _block_effects(cfg: Config, rescale: bool) -> tuple[Effect, ...]:
+    """A softmax after its row maximum; all exponentials count as taken with the later ones."""
+    effects: list[Effect] = [Add("O", "PV")] if cfg.two_level and rescale else []
+    if rescale:
+        effects.append(Rescale("O"))
+    return (*effects, Probabilities("S"), RowSum("S"), Round("S", "P", cfg.formats[0]))
 
 
 def _softmax_whole(c: Role, cfg: Config, masked: bool, first: bool) -> None:
@@ -347,13 +406,14 @@ def _softmax_whole(c: Role, cfg: Config, masked: bool, first: bool) -> None:
     _row_max(c, cfg, masked)
     rest = {"fmnmx": cfg.elements / 2, "fadd": cfg.elements, "f2fp": cfg.elements / 2}
     rest["fmul"] = 0.0 if first else 4.0 + cfg.dv / 2
-    _exp(c, cfg, "exp, sum, P", 1.0, 1.0, rest)
+    _exp(c, cfg, "exp, sum, P", 1.0, 1.0, rest, _block_effects(cfg, rescale=not first))
     _p_to_smem(c, cfg)
 
 
 def _p_to_smem(c: Role, cfg: Config) -> None:
     if not cfg.in_registers:  # stmatrix of 16-bit P: 512 bytes per warp instruction, then a proxy fence
-        c.vector("store P", {"sts": 2 * 64 * cfg.n / 512 / 4}, smem_bytes=2 * 64 * cfg.n, latency={"smem": 1})
+        mix, effect = {"sts": 2 * 64 * cfg.n / 512 / 4}, Move("P", Smem("P"))
+        c.vector("store P", mix, smem_bytes=2 * 64 * cfg.n, latency={"smem": 1}, effects=(effect,))
 
 
 def _store_output(c: Role, cfg: Config, epilogue: Barrier, o: Tensor, o_free: Barrier) -> None:
@@ -364,24 +424,37 @@ def _store_output(c: Role, cfg: Config, epilogue: Barrier, o: Tensor, o_free: Ba
     c.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
     c.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
     converted = 0.0 if cfg.output == "partial" else cfg.dv / 4
-    c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": converted}, latency={"fma": 1})
+    c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": converted}, latency={"fma": 1}, effects=_output_effects(cfg))
     if cfg.output != "partial":
         c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
-        c.vector("store O", {"sts": 2 * 64 * cfg.dv / 512 / 4}, smem_bytes=2 * 64 * cfg.dv, latency={"smem": 1})
+        mix, effect = {"sts": 2 * 64 * cfg.dv / 512 / 4}, Move("O", Smem("O"))
+        c.vector("store O", mix, smem_bytes=2 * 64 * cfg.dv, latency={"smem": 1}, effects=(effect,))
         c.sync(epilogue, label="O complete")
     with c.only(-1):
-        c.copy("store O", o, o.line_bytes, "store", "tma" if cfg.output == "tma" else "threads", boxes=-(-cfg.dv // 64))
+        engine: Literal["tma", "threads"] = "tma" if cfg.output == "tma" else "threads"
+        effects = () if cfg.output == "partial" else (Store(Smem("O")),)
+        c.copy("store O", o, o.line_bytes, "store", engine, boxes=-(-cfg.dv // 64), effects=effects)
         if cfg.output == "tma":
             c.wait_copies("store", "wait O store")
-        c.arrive(o_free, label="O stored")
+        c.arrive(o_free, scope="cluster", label="O stored")
+
+
+def _output_effects(cfg: Config) -> tuple[Effect, ...]:
+    """O / l and the log-sum-exp. Each warpgroup stores its own rows of a split's share."""
+    effects: tuple[Effect, ...] = (Add("O", "PV"),) if cfg.two_level else ()
+    effects += (Normalise("O"),)
+    if cfg.output == "partial":
+        return (*effects, Store("O", "O.partial"), Store("lse", "O.partial", array="LSE.partial"))
+    return (*effects, Round("O", "O", cfg.formats[1]), Store("lse", "O", array="LSE"))
 
 
 def _check_registers(cfg: Config, arch: Arch) -> None:
     """S and O accumulators and P must fit a consumer's registers beside a handful of others."""
-    needed = cfg.n / 2 + cfg.dv / 2 + (cfg.n / 4 if cfg.in_registers else 0) + 8
+    p = cfg.n * cfg.element // 8 if cfg.in_registers else 0
+    needed = cfg.n / 2 + cfg.dv / 2 + p + 8
     limit = REGISTERS[cfg.warpgroups][1]
     if needed > limit:
         raise BudgetError(
             f"fa3 on {arch.name}: a consumer needs {needed:.0f} registers per thread for S {cfg.n // 2}, "
-            f"O {cfg.dv // 2}{f', P {cfg.n // 4}' if cfg.in_registers else ''}; it has {limit}: use a smaller tile_n"
+            f"O {cfg.dv // 2}{f', P {p}' if cfg.in_registers else ''}; it has {limit}: use a smaller tile_n"
         )

@@ -96,6 +96,7 @@ def validate(
     data: str | Path,
     *,
     kernels: Sequence[str] = (),
+    cells: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     engine: str = "compiled",
     jobs: int | None = None,
@@ -107,6 +108,7 @@ def validate(
     Args:
         data: CSV file.
         kernels: only rows of these kernels; all when empty.
+        cells: only rows with these cells, by column.
         overrides: ``path=value`` changes of every architecture.
         engine: ``compiled`` or ``reference``.
         jobs: worker processes, one per CPU by default; 1 stays in this process. Workers import the caller's main
@@ -124,6 +126,7 @@ def validate(
     content, names, lines = read_lines(path, (*REQUIRED, *(("variant",) if effects else ())), kernels)
     if not {"ms", "cycles"} & set(names):
         raise ConfigError(f"{path}: neither 'ms' nor 'cycles' is a column{did_you_mean('ms', names)}")
+    lines = [line for line in lines if all(line[1].get(name) == text for name, text in (cells or {}).items())]
     check_overrides(lines, overrides)
     load = cache(load_schedule)
     tasks = [task_of(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
@@ -261,9 +264,10 @@ def _mapper(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
 def _compare(where: str, columns: Mapping[str, str], outcome: Outcome | str) -> Row:
     ms, clock_mhz, cycles = (_positive(where, columns, name) for name in ("ms", "sm_clock_mhz", "cycles"))
+    limit = _positive(where, columns, "clock_limit_mhz")
     in_time = clock_mhz is None and ms is not None
     if isinstance(outcome, Outcome):
-        clock_mhz = outcome.clock_mhz
+        clock_mhz = outcome.clock_mhz if limit is None else min(limit, outcome.clock_mhz)
     if ms is not None and clock_mhz is not None and (cycles is None or in_time):
         cycles = 1e3 * ms * clock_mhz
     elif ms is None and cycles is not None and clock_mhz is not None:
