@@ -21,6 +21,7 @@ from fasim.studies.phases import PHASES, compare_phases
 from fasim.studies.validate import validate
 from fasim.studies.validation import Summary, Validation
 from fasim.views.plot import plot_timeline
+from fasim.views.validation_plot import plot_validation
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "validation" / "data"
@@ -149,6 +150,7 @@ def accuracy() -> None:
     """docs/accuracy.md and the README's table."""
     timing = validate(DATA / "h200_timing.csv")
     ablations = validate(DATA / "h200_fa3_ablations.csv", effects=True)
+    plot_validation(timing.to_dict(), ROOT / "docs" / "img" / "accuracy.png")
     text = f"""# Accuracy
 
 Made by `python docs/make.py`; do not edit. Measured on one NVIDIA H200 SXM (`validation/data/README.md`), in SM
@@ -159,6 +161,8 @@ Known differences and their causes: `validation/DEVIATIONS.md`.
 ## Kernels of 30 us and more
 
 {overview(timing)}
+
+![Predicted against measured cycles, and the error by length](img/accuracy.png)
 
 ## Fitted and held out
 

@@ -17,6 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "validate": (
         "fasim validate --data validation/data/h200_timing.csv --kernel fa3",
         "fasim validate --data validation/data/h200_fa3_ablations.csv --effects",
+        "fasim validate --data validation/data/h200_triton.csv --kernel triton --plot errors.svg",
         "fasim validate --counters validation/data/h200_counters.csv",
     ),
     "phases": (
@@ -44,6 +45,10 @@ def validate(
     effects: Annotated[
         bool, typer.Option("--effects", help="Compare each variant with the default variant of its shape.")
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw predicted against measured, and errors by length, as .png or .svg."),
+    ] = None,
     fail_above: Annotated[
         float | None,
         typer.Option(metavar="PCT", help="Exit with 3 when the mean absolute error of a group is above PCT per cent."),
@@ -59,8 +64,8 @@ def validate(
     Rows that cannot be predicted are listed with the reason.
     """
     if counters is not None:
-        if data is not None or rows or effects or fail_above is not None:
-            raise ConfigError("--counters: --data, --rows, --effects and --fail-above are for timings")
+        if data is not None or rows or effects or plot is not None or fail_above is not None:
+            raise ConfigError("--counters: --data, --rows, --effects, --plot and --fail-above are for timings")
         _validate_counters(counters, kernel, overrides, engine, json_path)
         return
     if data is None:
@@ -81,6 +86,10 @@ def validate(
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     console_for(stderr=json_path == "-").print(render_validation(result, rows=rows))
+    if plot is not None:
+        from fasim.views.validation_plot import plot_validation
+
+        plot_validation(result.to_dict(), plot)
     if json_path is not None:
         write_text(json_path, json.dumps(result.to_dict(), indent=2) + "\n")
     if fail_above is not None:
@@ -111,9 +120,7 @@ def _validate_counters(
 
 def phases(
     stamps: Annotated[Path, typer.Argument(metavar="STAMPS.csv", help="Cycle stamps, as in validation/data.")],
-    kernels: Annotated[
-        Path, typer.Option(metavar="FILE.csv", help="Timings: the shape and knobs of each variant.")
-    ],
+    kernels: Annotated[Path, typer.Option(metavar="FILE.csv", help="Timings: the shape and knobs of each variant.")],
     variant: Annotated[list[str] | None, typer.Option(help="Only this variant (repeatable).")] = None,
     overrides: SetOption = None,
     engine: EngineOption = "compiled",

@@ -195,3 +195,24 @@ def test_processes_change_nothing(tmp_path):
     alone, spread = (validate(path, jobs=jobs).to_dict() for jobs in (1, 2))
     assert alone == spread
     assert [r["error"] is not None for r in alone["rows"]] == [True, True]
+
+
+def test_plot_draws_every_predicted_row(fasim, tmp_path, capsys):  # noqa: F811
+    path = tmp_path / "data.csv"
+    path.write_text("\n".join((HEAD, row(cycles="900"), row(kernel="fa4", cycles="900"), row(kernel="cudnn"))) + "\n")
+    for name in ("a.svg", "b.svg", "c.png"):
+        assert fasim(f"validate --data {path} --jobs 1 --plot {tmp_path / name}") == 0
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert all(name in text for name in ("fa3 bf16", "fa4 bf16", "2 rows")) and "cudnn" not in text
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_refuses_what_it_cannot_draw(fasim, tmp_path, capsys):  # noqa: F811
+    path = tmp_path / "data.csv"
+    path.write_text(f"{HEAD}\n{row(kernel='cudnn', cycles='1')}\n")
+    assert fasim(f"validate --data {path} --jobs 1 --plot {tmp_path / 'a.png'}") == 2
+    assert "nothing to draw" in capsys.readouterr().err
+    assert fasim(f"validate --data {path} --jobs 1 --plot {tmp_path / 'a.pdf'}") == 2
+    assert "(choices: .png, .svg)" in capsys.readouterr().err
+    assert fasim(f"validate --counters {path} --plot {tmp_path / 'a.png'}") == 2
