@@ -20,16 +20,15 @@ from fasim.studies.batch import Job
 from fasim.studies.explain import explain
 
 HEAD_8K = Problem(batch=1, seqlen_q=8192, heads_q=1, head_dim=128)
-CHIPS = ("a100", "h100", "h200", "b200", "b300")
 
 
 def cases() -> list[tuple[str, str]]:
     """Every schedule on every chip it exists for."""
-    architectures = {chip: load_arch(chip).architecture for chip in CHIPS}
+    architectures = {chip: load_arch(chip).architecture for chip in list_archs()}
     return [
         (name, chip)
         for name in list_schedules()
-        for chip in CHIPS
+        for chip in architectures
         if architectures[chip] in load_schedule(name).architectures
     ]
 

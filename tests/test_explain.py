@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 
@@ -37,6 +38,14 @@ def test_bounds_prints_the_story_and_draws_the_roofline(monkeypatch, tmp_path, c
     picture = (tmp_path / "roof.svg").read_bytes()
     assert fasim(monkeypatch, line) == 0
     assert (tmp_path / "roof.svg").read_bytes() == picture
+
+
+def test_memory_kept_for_backward_of_a_head_and_of_a_model(monkeypatch, capsys):
+    assert fasim(monkeypatch, "bounds fa3 --arch h100 --batch 1 --seqlen 8192 --heads 64 --layers 80") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"intensity, FLOP/byte +64 +4,096\n", out)
+    assert re.search(r"kept for backward, head +336 MB +2\.13 MB\n", out)
+    assert re.search(r"kept for backward, model \(80 layers\) +1\.72 TB +10\.9 GB\n", out)
 
 
 def test_explain_says_limit_next_and_losses(monkeypatch, tmp_path, capsys):
