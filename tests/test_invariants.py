@@ -222,3 +222,15 @@ def test_same_input_same_bytes():
     texts.add(simulate("fa3", problem, arch).to_json())
     texts.add(simulate("fa3", problem, arch, trace=TraceSpec()).to_json())
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("schedule", ["fa3", "fa2"])
+def test_the_clock_follows_from_the_load_and_changes_no_more_than_time(schedule: str) -> None:
+    problem, arch = Problem(batch=1, seqlen_q=2048, heads_q=8), load_arch("h200")
+    run = simulate(schedule, problem, arch)
+    line = arch.clock.attention
+    assert line is not None
+    assert run.clock_mhz == pytest.approx(line.idle_mhz - line.drop_mhz * run.peak_percent / 100)
+    assert simulate(schedule, problem, arch, clock_mhz=run.clock_mhz).cycles == pytest.approx(run.cycles, rel=2e-3)
+    fixed = simulate(schedule, problem, load_arch("h20"))
+    assert fixed.clock_mhz == load_arch("h20").clock.sustained_mhz["tensor_16bit"]

@@ -52,6 +52,13 @@ def test_without_a_clock_time_is_compared_at_the_clock_of_the_arch(study, fake: 
     assert result.error == pytest.approx(1000 / 2000 - 1)
 
 
+def test_a_locked_clock_is_an_upper_limit(study):
+    line = row(ms="0.002", clock="")
+    below, above = study(line + ",800", line + ",1830", head=HEAD + ",clock_limit_mhz").rows
+    assert (below.clock_mhz, above.clock_mhz) == (800.0, 1000.0)
+    assert below.error == pytest.approx(1000 / 1600 - 1)
+
+
 def test_groups_and_totals(study):
     lines = [row(cycles="800"), row(cycles="1250"), row(cycles="2000", head_dim=64), row(ms="1", clock="1000")]
     result = study(*lines)

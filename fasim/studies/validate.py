@@ -1,8 +1,9 @@
 """Predicted against measured: every row of a CSV of timings, simulated and compared.
 
 The CSV has the columns of ``validation/data/h200_timing.csv``: ``arch`` picks the chip, ``kernel`` the schedule,
-``sm_clock_mhz`` the clock. Where the clock is known, cycles are compared; where it is empty, the architecture file's
-sustained clock is used and the error is one of time. A column named after a knob of the schedule sets that knob
+``sm_clock_mhz`` the measured clock. Where it is known, cycles are compared; where it is empty, the architecture file's
+clock under this load is used, at most ``clock_limit_mhz`` (a locked clock, which a power limit can undercut), and the
+error is one of time. A column named after a knob of the schedule sets that knob
 (empty: its default). Other columns are carried through. A row that cannot be predicted keeps its reason.
 
 Errors are signed fractions of the measurement: ``predicted / measured - 1``, so -0.05 is 5 % too fast.
