@@ -208,9 +208,7 @@ class Role:
         """Vector instructions per thread. Options: see ``ops.Vector``."""
         self.record(Vector(label, dict(mix), **options))
 
-    def delay(
-        self, label: str, cycles: float, reason: str = "dependency", effects: tuple[Effect, ...] = ()
-    ) -> None:
+    def delay(self, label: str, cycles: float, reason: str = "dependency", effects: tuple[Effect, ...] = ()) -> None:
         """A fixed latency."""
         self.record(Delay(label, cycles, reason, effects=effects))
 

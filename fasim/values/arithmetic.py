@@ -28,7 +28,7 @@ from fasim.effects import (
     Store,
 )
 from fasim.numerics import probabilities, round_probabilities, round_to, update_max
-from fasim.numerics.attention import LOG2_E, SoftmaxState, finish
+from fasim.numerics.attention import LOG2_E, Bool, SoftmaxState, finish
 from fasim.numerics.formats import Float32
 from fasim.problem import Problem
 from fasim.values.operands import Operands
@@ -74,7 +74,9 @@ def _matmul(e: Matmul, at: Operands) -> None:
             product = Value(a.data @ b.data.T, a.rows, b.rows, a.reference)
         else:
             if a.columns is not None and b.rows is not None and not np.array_equal(a.columns, b.rows):
-                one.report("data", "b", f"multiplies columns {_range(a.columns)} with rows {_range(b.rows)}")
+                one.report(
+                    "data", "b", f"multiplies columns {_range(a.columns)} with rows {_range(b.rows)}: not the same keys"
+                )
             product = Value(a.data @ b.data, a.rows, b.columns, a.reference)
         one.write("into", _sum(one, product) if e.add else product)
 
@@ -94,17 +96,26 @@ def _sum(at: Operands, value: Value) -> Value:
 
 
 def _mask(e: Mask, at: Operands) -> None:
-    problem, scores = at.problem, at.read("scores")
+    scores = at.read("scores")
+    at.write("scores", replace(scores, data=np.where(_hidden(scores, at.problem), np.float32(-np.inf), scores.data)))
+
+
+def _hidden(scores: Value, problem: Problem) -> Bool:
+    """Scores of queries and keys that do not exist, or that the causal mask hides."""
     assert scores.rows is not None and scores.columns is not None
-    hidden = (scores.columns < 0)[None, :]
+    hidden: Bool = (scores.columns < 0)[None, :]
     if problem.causal:
         last = scores.rows % problem.seqlen_q + problem.seqlen_k - problem.seqlen_q
         hidden = hidden | (scores.columns % problem.seqlen_k > last[:, None])
-    at.write("scores", replace(scores, data=np.where(hidden, np.float32(-np.inf), scores.data)))
+    return hidden
 
 
 def _row_max(e: RowMax, at: Operands) -> None:
     scores = at.read("scores")
+    if scores.rows is not None and scores.columns is not None:
+        seen = (scores.rows >= 0)[:, None] & _hidden(scores, at.problem) & np.isfinite(scores.data)
+        if seen.any():
+            at.report("data", "scores", "takes in scores that the mask hides: it is missing, or not on all its blocks")
     old = at.read("into").data if at.begun("into") else np.full((len(scores.data), 1), -np.inf, np.float32)
     new, correction, _ = update_max(old[:, 0], scores.data, _scale_log2(at.problem), e.threshold)
     at.write("into", Value(new[:, None], scores.rows))

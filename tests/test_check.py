@@ -1,0 +1,144 @@
+"""The check command: verdicts, exit codes, JSON, and how wrong numbers are described."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import numpy as np
+import pytest
+from mutations import Mutation, mutate
+
+from fasim import cli
+from fasim.arch import load_arch
+from fasim.library import load_schedule
+from fasim.numerics import attention_reference
+from fasim.problem import Problem
+from fasim.studies.check import check, compare, make_inputs
+from fasim.values import Arrays, Log
+
+SMALL = "--seqlen 256 --heads 1"
+
+
+@pytest.fixture
+def fasim(monkeypatch):
+    def call(line: str) -> int:
+        monkeypatch.setattr(sys, "argv", shlex.split(f"fasim {line}"))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0)
+
+    return call
+
+
+def test_a_right_schedule_exits_with_0(fasim, capsys):
+    assert fasim(f"check fa3 --arch h100 {SMALL}") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("fa3 · h100 · B1 S256 H1 d128 bf16 forward\n")
+    assert "deadlock  none\nraces     none\n" in out
+    assert out.endswith("verdict   right, as far as checked\n")
+
+
+def test_json_says_the_same(fasim, capsys):
+    assert fasim(f"check fa3 --arch h100 {SMALL} --seed 3 --json -") == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["passed"] and result["findings"] == [] and result["seed"] == 3
+    assert [row["output"] for row in result["values"]] == ["O", "LSE"]
+    assert {"kernel": "fa3", "resource": "named barriers", "used": 3, "limit": 16} in result["budgets"]
+    assert "verdict" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('    c.release(k_ring)\n    c.wait_mma(0, "wait PV")', '    c.wait_mma(0, "wait PV")', "who waits for whom: "),
+        ('    c.wait_mma(1, "wait QK")\n', "", "race      consumer0 'scale' (cycle "),
+        ('effects.append(Rescale("O"))', "pass", "scale     consumer0 'PV' (cycle "),
+    ],
+)
+def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, old, new, said):
+    mutate(tmp_path, "fa3", Mutation("own", "fa3.py", old, new, "", ""))
+    assert fasim(f"check {tmp_path}/fa3.py --arch h100 --seqlen 1024 --heads 1") == 1
+    out = " ".join(capsys.readouterr().out.split("\n"))
+    assert said in out
+    assert "verdict   WRONG" in out
+
+
+def test_a_schedule_over_budget_exits_with_1(fasim, capsys):
+    assert fasim(f"check fa3 --arch h100 {SMALL} --knob stages=9") == 1
+    out = capsys.readouterr().out
+    assert "structure fa3 on h100: shared memory" in out
+    assert "values    not checked: the program does not run" in out
+
+
+def test_bad_input_exits_with_2(fasim, capsys):
+    assert fasim(f"check fa3 --arch h100 {SMALL} --knob stage=2") == 2
+    assert "did you mean 'stages'?" in capsys.readouterr().err
+
+
+def test_a_schedule_that_does_not_say_what_it_does_is_not_called_right(tmp_path):
+    path = tmp_path / "plain.py"
+    path.write_text(
+        "import numpy as np\n"
+        "from fasim.library import schedule\n"
+        "from fasim.schedule import Kernel\n"
+        "@schedule(architectures=('hopper',), dtypes=('bf16',))\n"
+        "def plain(problem, arch) -> Kernel:\n"
+        "    k = Kernel('plain', problem, arch, {})\n"
+        "    k.tiles = {'own': np.arange(4)}\n"
+        "    with k.role('r', warps=4, registers=32) as r, r.tiles():\n"
+        "        r.vector('work', {'ffma': 8})\n"
+        "    return k\n"
+    )
+    result = check(load_schedule(path), Problem(), load_arch("h100"))
+    assert result["passed"]
+    assert result["values"] is None
+    assert result["values_reason"].startswith("the schedule does not say what its operations do")
+
+
+def test_the_same_seed_gives_the_same_result():
+    arch, problem = load_arch("h100"), Problem(batch=1, seqlen_q=256, heads_q=1, dtype="fp8")
+    one, two, other = (check(load_schedule("fa3"), problem, arch, seed=seed) for seed in (1, 1, 2))
+    assert one == two
+    assert one["values"] != other["values"]
+
+
+# --- how wrong numbers look ------------------------------------------------------------------------------
+def described(change):
+    """What is said about exact outputs after ``change``."""
+    problem = Problem(batch=1, seqlen_q=64, heads_q=2, head_dim=64)
+    inputs = make_inputs(problem, 0)
+    log = Log()
+    exact = Arrays({"O": np.zeros((128, 64), np.float32)})
+    for head in range(2):
+        o = attention_reference(inputs["Q"][head], inputs["K"][head], inputs["V"][head]).output
+        exact.data["O"][64 * head : 64 * (head + 1)] = o
+    change(exact.data["O"])
+    (error,) = compare(problem, inputs, exact, log)
+    return error, [finding.message for finding in log.findings]
+
+
+def test_exact_output_passes():
+    error, found = described(lambda o: None)
+    assert error.passed and found == []
+    assert error.rmse < 1e-7 < error.straightforward_rmse
+
+
+def test_rows_that_lack_a_factor_are_named():
+    def change(o):
+        o[10:20] *= 7
+
+    error, _ = described(change)
+    assert not error.passed
+    assert error.hint == "10 of 128 rows, 10 to 19: each is right but for a factor (7 to 7)"
+
+
+def test_rows_that_were_not_stored_are_named():
+    def change(o):
+        o[100] = np.nan
+
+    error, found = described(change)
+    assert not error.passed and error.max_abs == np.inf
+    assert found == ["1 rows of O hold no number, the first is token 36 of head 1"]
