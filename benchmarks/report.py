@@ -86,6 +86,7 @@ def commands() -> str:
     with tempfile.TemporaryDirectory() as empty:
         first = command(*RUN, cache=empty)
     later = min(command(*RUN) for _ in range(5))
+    why = min(command("explain", *RUN[1:]) for _ in range(3))
     data = "validation/data/h200_timing.csv"
     study = command("validate", "--data", data)
     rows = len((ROOT / data).read_text().splitlines()) - 1
@@ -99,6 +100,7 @@ def commands() -> str:
                 verdict(first <= 15),
             ),
             ("the same, later", f"{later:.2f}", 1.5, verdict(later <= 1.5)),
+            (f"`fasim explain {' '.join(RUN[1:])}`", f"{why:.1f}", 10, verdict(why < 10)),
             (f"`fasim validate --data {data}`, {rows} rows", f"{study:.0f}", 120, verdict(study < 120)),
         ),
     )
