@@ -58,6 +58,7 @@ def check(
     knob: KnobOption = None,
     overrides: SetOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    spread: Annotated[float, typer.Option(help="Standard deviation of Q; 8 makes row maxima grow a lot.")] = 1.0,
     json_path: JsonOption = None,
 ) -> None:
     """Check SCHEDULE: budgets, deadlock, races, and the numbers it computes against float64 attention.
@@ -86,7 +87,7 @@ def check(
         causal=causal,
         dtype=dtype,
     )
-    result = study(load_schedule(schedule), problem, load_chip(arch, overrides, None), knobs, seed)
+    result = study(load_schedule(schedule), problem, load_chip(arch, overrides, None), knobs, seed, spread)
     console_for(stderr=json_path == "-").print(render_check(result))
     if json_path is not None:
         write_text(json_path, json.dumps(result, indent=2) + "\n")

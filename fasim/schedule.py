@@ -200,9 +200,9 @@ class Role:
         """Issue and commit ``count`` asynchronous MMAs of m x n x k. Options: see ``ops.Mma``."""
         self.record(Mma(label, m, n, k, count, **options))
 
-    def wait_mma(self, pending: int = 0, label: str = "wait MMA") -> None:
+    def wait_mma(self, pending: int = 0, label: str = "wait MMA", effects: tuple[Effect, ...] = ()) -> None:
         """Wait until at most ``pending`` committed MMA groups of this role are incomplete."""
-        self.record(WaitMma(label, pending))
+        self.record(WaitMma(label, pending, effects=effects))
 
     def vector(self, label: str, mix: Mix, **options: Any) -> None:
         """Vector instructions per thread. Options: see ``ops.Vector``."""
@@ -231,10 +231,11 @@ class Role:
         reason: str = "barrier",
         ahead: int = 0,
         label: str | None = None,
+        effects: tuple[Effect, ...] = (),
     ) -> None:
         """Wait for the next phase of ``barrier``."""
         use = BarrierUse(_select(barrier, instance), barrier.stages, f"{barrier.name}.{instance}.wait", ahead)
-        self.record(Wait(label or f"wait {barrier.name}", use, reason, barrier.named))
+        self.record(Wait(label or f"wait {barrier.name}", use, reason, barrier.named, effects=effects))
 
     def sync(self, barrier: Barrier, instance: Instance = "shared", label: str | None = None) -> None:
         """Arrive and wait (bar.sync)."""

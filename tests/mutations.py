@@ -54,8 +54,10 @@ def messages(result: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def run_check(schedule: str | Schedule, arch: str, shape: dict[str, Any], knobs: dict[str, object]) -> dict[str, Any]:
-    """Check a small problem: one head of 512 tokens twice unless ``shape`` says otherwise."""
+def run_check(
+    schedule: str | Schedule, arch: str, shape: dict[str, Any], knobs: dict[str, object], spread: float = 1.0
+) -> dict[str, Any]:
+    """Check a small problem: two heads of 512 tokens unless ``shape`` says otherwise."""
     found = load_schedule(schedule) if isinstance(schedule, str) else schedule
     problem = Problem(**{"batch": 1, "seqlen_q": 512, "heads_q": 2, **shape})
-    return check(found, problem, load_arch(arch), knobs)
+    return check(found, problem, load_arch(arch), knobs, spread=spread)

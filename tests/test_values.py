@@ -94,6 +94,45 @@ def test_a_copy_that_was_not_waited_for_is_a_race_though_it_has_landed():
     assert found[0].endswith("no wait for the copy to land; in this run they are apart by luck")
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_copies_by_threads_are_waited_for_by_their_role(wait):
+    k = kernel(tiles=3, mode="static")
+    x, y = (blocks(k, name) for name in "XY")
+    k.smem("X", 4 * SIZE * SIZE)
+    with k.role("r", warps=4, registers=24) as r, r.tiles():
+        r.copy("load X", x, x.line_bytes, "load", "threads", effects=(Load(Smem("X")),))
+        if wait:
+            r.wait_copies("load")
+        r.vector("take", {"alu": 4}, effects=(Move(Smem("X"), "x"),))
+        r.copy("store Y", y, y.line_bytes, "store", "threads", effects=(Store("x"),))
+    data, found, broken = execute(k, X=matrix(0, 3 * SIZE))
+    if wait:
+        assert found == []
+        np.testing.assert_array_equal(data["Y"], matrix(0, 3 * SIZE))
+    else:
+        assert broken
+        assert found[0].startswith("r 'take' (cycle ") and found[0].endswith("no wait for the copy to land")
+
+
+def test_effects_of_a_wait_come_after_it():
+    k = kernel()
+    bar = k.barrier("bar", 1)
+    tensors = [blocks(k, name) for name in "XY"]
+    ring = k.ring(tensors[0], 64, 1, consumers=1)
+    with k.role("writer", warps=4, registers=24) as r, r.tiles():
+        r.load(ring)
+        r.wait(ring)
+        r.vector("take", {"alu": 4}, effects=(Move(Smem("X"), "x"), Move("x", Smem("copy"))))
+        r.release(ring)
+        r.arrive(bar)
+    k.smem("copy", 64)
+    with k.role("reader", warps=4, registers=24) as r, r.tiles():
+        r.wait_barrier(bar, effects=(Move(Smem("copy"), "y"), Store("y", "Y")))
+    data, found, _ = execute(k, X=matrix(0))
+    assert found == []
+    np.testing.assert_array_equal(data["Y"], matrix(0))
+
+
 def test_rows_outside_a_tensor_are_zero_and_not_stored():
     k = kernel(tiles=2, mode="static")
     copy_through_ring(k)

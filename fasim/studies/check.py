@@ -16,7 +16,7 @@ from fasim.arch import Arch
 from fasim.engine import reference
 from fasim.engine.common import NO_TRACE
 from fasim.engine.memory import new_memory, next_launch
-from fasim.errors import DeadlockError, ModelError
+from fasim.errors import ConfigError, DeadlockError, ModelError
 from fasim.image import TICKS, Image
 from fasim.library import Schedule
 from fasim.lower import all_lines, lower_program
@@ -54,9 +54,14 @@ class OutputError:
 
 
 def check(
-    schedule: Schedule, problem: Problem, arch: Arch, knobs: Mapping[str, object] | None = None, seed: int = 0
+    schedule: Schedule,
+    problem: Problem,
+    arch: Arch,
+    knobs: Mapping[str, object] | None = None,
+    seed: int = 0,
+    spread: float = 1.0,
 ) -> dict[str, Any]:
-    """Check ``schedule`` for ``problem`` on ``arch`` with normally distributed inputs of unit variance from ``seed``.
+    """Check ``schedule`` for ``problem`` on ``arch`` with inputs of :func:`make_inputs`.
 
     The grid runs on a few SMs of the chip, so that buffers and barriers are used over several work tiles. Returns
     plain data: ``passed``; ``budgets`` per kernel (resource, used, limit); ``structure`` and ``deadlock`` (messages or
@@ -69,6 +74,7 @@ def check(
         "problem": asdict(problem),
         "problem_text": problem.describe(),
         "seed": seed,
+        "spread": spread,
         "kernels": [],
         "knobs": {},
         "budgets": [],
@@ -79,6 +85,8 @@ def check(
         "values_reason": None,
         "cycles": None,
     }
+    if not spread > 0:
+        raise ConfigError(f"spread {spread}: must be positive")
     try:
         kernels = schedule.build(problem, arch, dict(knobs or {}))
         result["kernels"], result["knobs"] = [k.name for k in kernels], kernels[0].knobs
@@ -90,7 +98,7 @@ def check(
     except ModelError as error:
         return {**result, "structure": str(error), "values_reason": "the program does not run", "passed": False}
     annotated = any(op.effects for kernel in kernels for role in kernel.roles for op in walk(role.body))
-    log, inputs = Log(), make_inputs(problem, seed)
+    log, inputs = Log(), make_inputs(problem, seed, spread)
     arrays = Arrays({name: x.reshape(-1, x.shape[-1]) for name, x in inputs.items()})
     try:
         result["cycles"], broken = _run(kernels, programs, arrays, log, annotated)
@@ -106,8 +114,12 @@ def check(
     return {**result, "passed": not wrong}
 
 
-def make_inputs(problem: Problem, seed: int) -> dict[str, Float32]:
-    """Q, K and V as the kernel gets them: normal, rounded to the data type; FP8 with one scale per tensor."""
+def make_inputs(problem: Problem, seed: int, spread: float = 1.0) -> dict[str, Float32]:
+    """Q, K and V as the kernel gets them: normal, rounded to the data type; FP8 with one scale per tensor.
+
+    K and V have unit variance, Q the standard deviation ``spread``: with 1, row maxima never grow by the threshold of
+    a conditional rescale, with 8 they often do.
+    """
     rng = np.random.default_rng(seed)
     batch, d, dv = problem.batch, problem.head_dim, problem.head_dim_v
     shapes = {
@@ -116,7 +128,9 @@ def make_inputs(problem: Problem, seed: int) -> dict[str, Float32]:
         "V": (batch * problem.heads_kv, problem.seqlen_k, dv),
     }
     format = {"fp8": "e4m3", "fp4": "nvfp4"}.get(problem.dtype, problem.dtype)
-    return {name: quantise(rng.standard_normal(shape, np.float32), format) for name, shape in shapes.items()}
+    found = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    found["Q"] *= np.float32(spread)
+    return {name: quantise(x, format) for name, x in found.items()}
 
 
 def compare(problem: Problem, inputs: Mapping[str, Float32], arrays: Arrays, log: Log) -> list[OutputError]:

@@ -20,12 +20,14 @@ from fasim.effects import (
     Move,
     Normalise,
     Probabilities,
+    Register,
     Rescale,
     Round,
     RowMax,
     RowSum,
     SplitWeights,
     Store,
+    Tmem,
 )
 from fasim.numerics import probabilities, round_probabilities, round_to, update_max
 from fasim.numerics.attention import LOG2_E, Bool, SoftmaxState, finish
@@ -68,6 +70,8 @@ def _matmul(e: Matmul, at: Operands) -> None:
     pair = at.pair
     halves = [one.read("b") for one in pair]
     b = concatenate(halves, 0 if e.transposed else 1)
+    if isinstance(e.a, Register | Tmem) and e.a.share is not None and not e.transposed:
+        b = b.part(0, e.a.share)
     for one in pair:
         a = one.read("a")
         if e.transposed:

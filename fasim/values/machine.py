@@ -68,9 +68,8 @@ class Machine:
             self._act(step, ("mma", actor.key), actor.mma)
             join(actor.mma, step.clock)
             actor.groups.append(step)
-        elif op.effects:
-            self._act(step, actor.key, actor.clock)
-            join(actor.clock, step.clock)
+        elif not isinstance(op, Wait | WaitMma | WaitCopies):
+            self._own(step)
         use = op.use if isinstance(op, Arrive | Wait) else op.bar if isinstance(op, Mma) else None
         if isinstance(op, Arrive):
             step.clock = dict(actor.clock)
@@ -84,8 +83,7 @@ class Machine:
         actor, op = step.actor, step.op
         step.line = line - self.bases[op.tensor]
         if op.kind == "store" and op.engine == "threads":
-            self._act(step, actor.key, actor.clock)
-            join(actor.clock, step.clock)
+            self._own(step)
             return
         kind = "load" if op.kind == "load" else "store"
         stage = actor.counts.get(op.bar.counter, 0) % op.bar.stages if op.bar else 0
@@ -132,6 +130,8 @@ class Machine:
             for other in actor.copies[op.kind]:
                 join(actor.clock, other.clock)
             actor.copies[op.kind].clear()
+        if isinstance(op, Wait | WaitMma | WaitCopies):  # what a wait does, it does with what it has learned
+            self._own(step)
         elif isinstance(op, TileLoop) and self.kinds[step.pc] == im.TILE:
             actor.registers.clear()
             actor.turns.clear()
@@ -185,7 +185,15 @@ class Machine:
             except Nothing as nothing:
                 self.broken = True
                 self._report("data", step, nothing.place, f"reads {nothing}")
+            except ValueError as error:  # NumPy: shapes do not fit
+                raise ModelError(f"{self.kernel.name}: {step.name}, {type(effect).__name__}: {error}") from None
             step.actor.turns[type(effect)] = step.actor.turns.get(type(effect), 0) + 1
+
+    def _own(self, step: Step) -> None:
+        """Accesses of the role itself."""
+        if step.op.effects:
+            self._act(step, step.actor.key, step.actor.clock)
+            join(step.actor.clock, step.clock)
 
     def _act(self, step: Step, component: Hashable, known: Clock) -> None:
         """Find the operands of a step and check their accesses against all earlier ones, of which ``known`` knows.
