@@ -310,7 +310,7 @@ def explain(
     out.print()
     out.print(render_gains(found.gains))
     out.print()
-    out.print(render_path(found.whole if found.iteration is None else found.iteration))
+    out.print(render_path(found.iteration or found.whole, found.run.meta["op_pipes"]))
     out.print()
     out.print(verdict(found.run, found.losses, found.gains), style="bold")
     if html is not None:

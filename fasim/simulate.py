@@ -75,8 +75,8 @@ def simulate(
 ) -> Run:
     """Run ``schedule`` for ``problem`` on ``arch`` and account for every cycle.
 
-    ``knobs`` may be text as typed on a command line. ``clock_mhz`` None takes the clock the chip
-    holds under this load, see :func:`clock_under_load`. Raises ConfigError for bad input, BudgetError for a tile the SM cannot hold,
+    ``knobs`` may be text as typed on a command line. ``clock_mhz`` None takes the clock the chip holds under this
+    load, see :func:`clock_under_load`. Raises ConfigError for bad input, BudgetError for a tile the SM cannot hold,
     DeadlockError for a program that stops.
     """
     if engine not in ENGINES:
@@ -116,6 +116,7 @@ def simulate(
         "ctas": first.image.machine.grid * first.kernel.cluster,
         "ctas_per_sm": first.image.machine.slots,
         "waves": first.kernel.tile_count / (first.sms * first.image.machine.slots),
+        "op_pipes": op_pipes(images),
     }
     return _summarise(problem, arch, launches, float(clock), meta, trace is not None)
 
@@ -124,6 +125,20 @@ def _peak_share(problem: Problem, arch: Arch, launches: Sequence[Launch]) -> flo
     """Achieved share of the chip's dense tensor peak; no clock enters."""
     cycles = sum(launch.raw.ticks for launch in launches) / im.TICKS
     return problem.flops() / (cycles * arch.sm.tensor.flops_per_cycle[problem.dtype] * arch.chip.sm_count)
+
+
+def op_pipes(images: Sequence[Image]) -> dict[str, str]:
+    """Operation of a role -> the pipe (of ``image.PIPES``) that it keeps busy longest, beside an MMA.
+
+    "port" is the operand port that ALU and FMA instructions share with a running MMA.
+    """
+    busy: dict[str, im.IntArray] = {}
+    for image in images:
+        for row in image.code[image.code[:, im.K_KIND] == im.WORK]:
+            name, ticks = image.names[row[im.K_NAME]], image.demand[row[im.W_DEMAND], 1] * row[im.W_CHUNKS]
+            busy[name] = busy.get(name, 0) + ticks
+    # From the back: where an MMA of mma.sync keeps its operands' port as busy as the tensor core, that is the limit.
+    return {name: im.PIPES[len(im.PIPES) - 1 - int(ticks[::-1].argmax())] for name, ticks in busy.items()}
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_a_wait_is_followed_to_the_role_that_ended_it():
     path = critical_path(EventGraph(told, arch), steady=False)
     assert steps(path) == {"a: load": 300, "b: exp": 200 - wake, "b: wait": wake}
     (hand_over,) = path.hand_overs
-    assert sentence(hand_over) == f"b at 'wait' waits for a: load (once, {260 + wake} cycles)."
+    assert sentence(hand_over, {}) == f"b at 'wait' waits for a: load (once, {260 + wake} cycles)."
 
 
 def test_a_wait_whose_end_nobody_explains_is_charged_to_the_role():
@@ -86,7 +86,7 @@ def test_a_pipe_taken_is_followed_to_the_work_that_took_it():
     told = trace(("a", "exp", "work", 0, 100, ""), ("b", "exp", "pipe", 0, 100, ""), ("b", "exp", "work", 100, 150, ""))
     path = critical_path(EventGraph(told, load_arch("h100")), steady=False)
     assert steps(path) == {"a: exp": 100, "b: exp": 50}
-    assert "queues for a pipe behind a: exp" in sentence(path.hand_overs[0])
+    assert "queues for a pipe behind a: exp, bound by MUFU (once" in sentence(path.hand_overs[0], {"exp": "mufu"})
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,19 @@ def test_fa4_iterates_through_scores_exponentials_and_output():
     for label in ("tensor: QK of mma", "tensor: PV of mma", "softmax: exp, P"):
         assert shares[label] > 12, label
     assert path.loop_carried_cycles > 2048  # the tensor floor of a 256 x 128 block
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chip", "expected"),
+    [
+        ("fa4", "b200", {"exp, P": "mufu", "row max": "alu", "load S": "tmem", "rescale O": "fma"}),
+        ("fa3", "h100", {"row max": "port", "store O": "smem"}),  # beside an MMA, maxima wait for their operands
+        ("fa2", "a100", {"QK": "tensor", "PV": "tensor", "exp, sum, P": "mufu"}),
+    ],
+)
+def test_operations_name_the_pipe_that_limits_them(schedule: str, chip: str, expected: dict[str, str]):
+    pipes = traced(schedule, chip).meta["op_pipes"]
+    assert {name: pipes[name] for name in expected} == expected
 
 
 def test_only_what_was_recorded():

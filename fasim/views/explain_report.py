@@ -4,12 +4,13 @@ How to read it: *From peak to achieved* splits the run's cycles into useful work
 they are 100 %. A loss is what the removal of its cause saves once the causes above it are gone; a negative one means
 that the removal made others collide. *Faster by a tenth* says what each resource would gain alone. The *critical path*
 is what the end of an iteration waited for, followed backwards: "tensor: QK of consumer0" is time in which that MMA ran,
-"consumer0: exp" vector work of that role, "mma: wait P.ready" the wake-up after somebody else's work.
+"consumer0: exp, bound by MUFU" vector work of that role and the pipe it needs most, "mma: wait P.ready" the wake-up
+after somebody else's work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,6 +25,19 @@ from fasim.views.common import provenance
 #: A gain below this many per cent is not worth a sentence.
 _NOTICEABLE = 0.2
 
+#: Pipes of the image in words.
+_PIPES = {
+    "issue": "issue slots",
+    "fma": "FMA",
+    "alu": "ALU",
+    "mufu": "MUFU",
+    "lsu": "LSU",
+    "smem": "SMEM",
+    "tmem": "TMEM",
+    "port": "operand port",
+    "tensor": "tensor core",
+}
+
 
 def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> RenderableType:
     """Head line and loss table of ``run``."""
@@ -37,8 +51,11 @@ def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> Re
     return Group(head, Text(), Text("From peak to achieved", style="bold"), table)
 
 
-def render_path(path: CriticalPath, rows: int = 8) -> RenderableType:
-    """The critical path: its largest ``rows`` steps, and the hand-overs that cost most in words."""
+def render_path(path: CriticalPath, pipes: Mapping[str, str], rows: int = 8) -> RenderableType:
+    """The critical path: its largest ``rows`` steps, and the hand-overs that cost most in words.
+
+    ``pipes``: the pipe that limits an operation, ``Run.meta["op_pipes"]``.
+    """
     if path.iterations:
         share = 100 * path.loop_carried_cycles / path.interval_cycles
         title = f"Critical path of an iteration of {path.interval_cycles:,.0f} cycles"
@@ -48,21 +65,27 @@ def render_path(path: CriticalPath, rows: int = 8) -> RenderableType:
     count = max(path.iterations, 1)
     table = _table("%", "cycles", "what")
     for step in path.steps[:rows]:
-        table.add_row(f"{step.percent:.1f}", f"{step.cycles / count:,.0f}", step.label)
+        table.add_row(f"{step.percent:.1f}", f"{step.cycles / count:,.0f}", _limited(step.label, pipes))
     rest = path.steps[rows:]
     if rest:
         table.add_row(f"{sum(s.percent for s in rest):.1f}", f"{sum(s.cycles for s in rest) / count:,.0f}", "the rest")
     parts: list[RenderableType] = [Text(title, style="bold"), table]
-    parts += [Text(sentence(hand_over)) for hand_over in path.hand_overs[:3]]
+    parts += [Text(sentence(hand_over, pipes)) for hand_over in path.hand_overs[:3]]
     return Group(*parts, *([Text(loop)] if loop else []))
 
 
-def sentence(hand_over: HandOver) -> str:
-    """A hand-over in words: "mma at 'wait P0.ready' waits for softmax0: exp, P (27 times, 861 cycles each)"."""
+def sentence(hand_over: HandOver, pipes: Mapping[str, str]) -> str:
+    """A hand-over in words: "mma at 'wait P' waits for softmax0: exp, P, bound by MUFU (27 times, 861 cycles each)"."""
     verb = "queues for a pipe behind" if hand_over.reason == "pipe" else "waits for"
     times = "once" if hand_over.times == 1 else f"{hand_over.times} times"
     each = f"{hand_over.cycles / hand_over.times:,.0f} cycles{' each' if hand_over.times > 1 else ''}"
-    return f"{hand_over.waiter} at '{hand_over.what}' {verb} {hand_over.cause} ({times}, {each})."
+    return f"{hand_over.waiter} at '{hand_over.what}' {verb} {_limited(hand_over.cause, pipes)} ({times}, {each})."
+
+
+def _limited(label: str, pipes: Mapping[str, str]) -> str:
+    """A label of a step, with the pipe that limits its operation."""
+    pipe = pipes.get(label.partition(": ")[2])
+    return label if pipe is None else f"{label}, bound by {_PIPES[pipe]}"
 
 
 def render_gains(gains: Sequence[Gain]) -> RenderableType:
