@@ -317,6 +317,7 @@ def explain(
         from fasim.arch import load_arch
         from fasim.views.html import write_html
 
-        write_html(found.run, html, arch=load_arch(arch, overrides or ()), losses=found.losses)
+        chip = load_arch(arch, overrides or ())
+        write_html(found.run, html, arch=chip, losses=found.losses, gains=found.gains)
     if json_path is not None:
         write_text(json_path, json.dumps(found.to_dict(), indent=2, sort_keys=True) + "\n")

@@ -26,6 +26,7 @@ from fasim import image as im
 from fasim.analysis.bounds import bounds
 from fasim.analysis.critical_path import EventGraph
 from fasim.analysis.losses import Loss
+from fasim.analysis.whatif import Gain
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
@@ -187,6 +188,23 @@ def test_page_holds_what_released_each_slice(tmp_path, fa4, monkeypatch):
     sizes = [len(row["slices"]) // 6 for row in cut["rows"]]
     assert 0.3 * len(expected) < len(links(cut)) < 0.7 * len(expected)
     assert all(i < sizes[r] and j < sizes[other] for r, i, other, j in links(cut))
+
+
+def test_gains_go_to_both_sides_and_the_limit_is_said(tmp_path):
+    gains = [
+        Gain(n, f"what {n} is", p, None) for n, p in {"tensor": 6.0, "vector": 1.0, "mufu": 0.8, "smem": -2.0}.items()
+    ]
+    page = Page(written(tmp_path, gains=gains, losses=LOSSES))
+    assert [row[:2] for row in page.tables["gains"]] == [
+        ["tensor", "+6.0"],
+        ["vector", "+1.0"],
+        ["mufu", "+0.8"],
+        ["smem", "-2.0"],
+    ]
+    bars = [re.fullmatch(r"margin-left:([\d.]+)%;width:([\d.]+)%", style) for style in page.styles]
+    assert [tuple(map(float, m.groups())) for m in bars if m][-4:] == [(25, 75), (25, 12.5), (25, 10), (0, 25)]
+    assert any("Limit: tensor (what tensor is)" in text for text in page.texts["p"])
+    assert "gains" not in Page(written(tmp_path)).tables
 
 
 def test_roofline_shows_the_run_under_its_roof(tmp_path, fa4):

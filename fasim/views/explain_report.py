@@ -47,7 +47,7 @@ def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> Re
     table = _table("", "% of time", "")
     table.add_row("useful", f"{useful_percent:.1f}", "unmasked FLOPs at the dense peak of all SMs", style="green")
     for loss in losses:
-        table.add_row(loss.name, f"{loss.percent:.1f}", loss.how)
+        table.add_row(loss.name, f"{loss.percent:z.1f}", loss.how)
     return Group(head, Text(), Text("From peak to achieved", style="bold"), table)
 
 
@@ -93,8 +93,8 @@ def render_gains(gains: Sequence[Gain]) -> RenderableType:
     endless = any(gain.infinite_percent is not None for gain in gains)
     table = _table("resource", "gain %", *(["infinite"] if endless else []), "what it is")
     for gain in gains:
-        infinite = [] if gain.infinite_percent is None else [f"{gain.infinite_percent:+.1f}"]
-        table.add_row(gain.resource, f"{gain.tenth_percent:+.1f}", *infinite, gain.meaning)
+        infinite = [] if gain.infinite_percent is None else [f"{gain.infinite_percent:+z.1f}"]
+        table.add_row(gain.resource, f"{gain.tenth_percent:+z.1f}", *infinite, gain.meaning)
     return Group(Text("Faster by a tenth", style="bold"), table)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from fasim.analysis.bounds import bounds
 from fasim.analysis.critical_path import EventGraph
 from fasim.analysis.losses import Loss
+from fasim.analysis.whatif import Gain
 from fasim.arch import Arch
 from fasim.run import REASONS, UNITS, IntArray, Run, Trace
 from fasim.views.bounds_report import bound_line
@@ -32,6 +33,7 @@ from fasim.views.common import (
     rows_of,
     window_of,
 )
+from fasim.views.explain_report import verdict
 from fasim.views.plot import LEGEND, UNIT_COLOUR, role_colours
 from fasim.views.report import HEALTHY, tenths
 from fasim.views.roofline import Roofline, roofline
@@ -52,14 +54,16 @@ def write_html(
     sm: int = 0,
     cycles: tuple[int, int] | None = None,
     losses: Sequence[Loss] = (),
+    gains: Sequence[Gain] = (),
 ) -> None:
     """Write the report of ``run`` with the timeline of ``sm`` into ``path``; the same run gives the same bytes.
 
     The timeline opens at the window [first, last) ``cycles``, by default at a few iterations in steady state. It
     holds everything recorded of ``sm``, or the ``MAX_SLICES`` around that window, which the page then says.
     ``arch``, the chip of the run, adds the roofline and the arrows, ``losses``
-    (:func:`fasim.analysis.losses.losses`) the way from peak to achieved. Raises ConfigError for another suffix, a run
-    without trace, an ``sm`` or ``cycles`` outside the trace, or a path that cannot be written.
+    (:func:`fasim.analysis.losses.losses`) the way from peak to achieved, ``gains`` what faster resources would bring.
+    Raises ConfigError for another suffix, a run without trace, an ``sm`` or ``cycles`` outside the trace, or a path
+    that cannot be written.
     """
     path = Path(path)
     check_suffix(path, SUFFIXES, "report")
@@ -74,6 +78,8 @@ def write_html(
         sm=sm,
         traffic=_traffic(run),
         waterfall=_waterfall(losses),
+        verdict=verdict(run, losses, gains) if gains else "",
+        gains=_gains(gains),
         roof=None if arch is None else _roof(roofline(run, bounds(run, arch))),
         meta={key: _meta_text(value) for key, value in sorted(run.meta.items())},
         cut=cut,
@@ -217,6 +223,22 @@ def _waterfall(losses: Sequence[Loss]) -> list[dict[str, Any]]:
     return [
         {"name": name, "how": how, "percent": percent, "left": scale * left, "width": scale * width}
         for name, how, percent, left, width in bars
+    ]
+
+
+def _gains(gains: Sequence[Gain]) -> list[dict[str, Any]]:
+    """Bars to both sides of zero, ``left`` and ``width`` in % of the room."""
+    low = min((0.0, *(gain.tenth_percent for gain in gains)))
+    scale = 100 / max(max((gain.tenth_percent for gain in gains), default=0.0) - low, 1.0)
+    return [
+        {
+            "name": gain.resource,
+            "what": gain.meaning,
+            "percent": gain.tenth_percent,
+            "left": scale * (min(gain.tenth_percent, 0.0) - low),
+            "width": scale * abs(gain.tenth_percent),
+        }
+        for gain in gains
     ]
 
 
