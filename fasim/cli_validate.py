@@ -40,7 +40,9 @@ def validate(
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel (repeatable).")] = None,
     overrides: SetOption = None,
     engine: EngineOption = "compiled",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes for timings; one per CPU unless given.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Timings simulated at a time; one per CPU unless given.")
+    ] = None,
     rows: Annotated[bool, typer.Option("--rows", help="Print every row.")] = False,
     effects: Annotated[
         bool, typer.Option("--effects", help="Compare each variant with the default variant of its shape.")
@@ -81,7 +83,7 @@ def validate(
             kernels=kernel or (),
             overrides=overrides or (),
             engine=engine,
-            jobs=jobs,
+            threads=jobs,
             effects=effects,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )

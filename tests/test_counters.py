@@ -9,9 +9,9 @@ from test_cli import call
 from fasim.errors import ConfigError
 from fasim.run import REASONS, UNITS, Run
 from fasim.studies import counters as study
+from fasim.studies.batch import Job
 from fasim.studies.counters import PIPES, compare_counters
 from fasim.studies.counters_report import render_counters
-from fasim.studies.validate import Task
 
 DATA = Path(__file__).parents[1] / "validation" / "data" / "h200_counters.csv"
 SHAPE = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q", "heads_q", "head_dim", "kernel_name")
@@ -33,8 +33,8 @@ def compare(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Compare lines with a run that keeps every unit 41 % busy; ``naive`` is three kernels."""
     knobs: list[dict[str, object]] = []
 
-    def simulate(task: Task) -> Run:
-        knobs.append(dict(task.knobs))
+    def simulate(job: Job) -> Run:
+        knobs.append(dict(job.knobs))
         traffic = {"l2_read_bytes": 4000.0, "hbm_read_bytes": 900.0, "hbm_write_bytes": 500.0}
         return Run(
             cycles=1000.0,
@@ -48,10 +48,10 @@ def compare(tmp_path, monkeypatch: pytest.MonkeyPatch):
             stalls={"consumer": dict.fromkeys(REASONS, 10.0)},
             traffic=traffic,
             events=1,
-            meta={"kernels": ["k"] * (3 if task.schedule == "naive" else 1)},
+            meta={"kernels": ["k"] * (3 if job.schedule == "naive" else 1)},
         )
 
-    monkeypatch.setattr(Task, "simulate", simulate)
+    monkeypatch.setattr(Job, "run", simulate)
 
     def run(*lines: str, **options):
         path = tmp_path / "counters.csv"

@@ -12,9 +12,9 @@ from fasim.problem import Problem
 from fasim.run import REASONS, Trace
 from fasim.simulate import TraceSpec, simulate
 from fasim.studies import phases as study
+from fasim.studies.batch import Job
 from fasim.studies.phases import Stamps, compare_phases, simulated_stamps, stamps_trace
 from fasim.studies.phases_report import write_phases
-from fasim.studies.validate import Task
 
 DATA = Path(__file__).parents[1] / "validation" / "data"
 STAMPS, KERNELS = DATA / "h200_fa3_phases.csv", DATA / "h200_fa3_ablations.csv"
@@ -160,20 +160,20 @@ def test_a_simulated_fa3_has_an_iteration_per_block_but_the_first():
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Simulations give three periods of one iteration, whatever is asked."""
-    tasks: list[Task] = []
+    jobs: list[Job] = []
     blank = role_trace(*PEELED)
     run = simulate("fa3", Problem(batch=1, seqlen_q=128, heads_q=1), load_arch("h200"), engine="reference")
 
-    def fake(task: Task, traced: bool = False):
-        assert traced
-        tasks.append(task)
+    def fake(job: Job):
+        assert job.traced
+        jobs.append(job)
         return replace(run, trace=blank)
 
-    monkeypatch.setattr(Task, "simulate", fake)
+    monkeypatch.setattr(Job, "run", fake)
     monkeypatch.setattr(study, "simulated_stamps", lambda trace, overlapped: Stamps.of(ROWS))
-    return tasks
+    return jobs
 
 
 def test_measured_stamps_reproduce_the_published_medians(simulated):

@@ -1,9 +1,10 @@
 """Which number of an architecture file follows from which microbenchmark: one rule per number, in the file's order.
 
-A rule gives the table it reads, the formula, and the grain its result is rounded to: half a grain is less than what
-two runs of the benchmark differ by. ``measured`` is a mean or median of like measurements, ``fitted`` a least-squares
-fit (scipy, with bounds) where several measurements determine the number. What no benchmark determines has no rule:
-data-sheet capacities, clocks, and the costs beside mma.sync, which come from ``validation/data/h200_corun_hmma.csv``.
+A rule gives the table it reads, the formula, and the grain its result is rounded to, which is about what runs on two
+chips of a kind differ by. ``measured`` is a mean or median of like measurements, ``fitted`` a least-squares fit (scipy,
+with bounds) where several measurements determine the number. What no benchmark determines has no rule: capacities of
+data sheets, clocks, the issue queue of wgmma (``validation/data/h200_pingpong_micro.csv``), the costs beside mma.sync
+(``validation/data/h200_corun_hmma.csv``), and what ``kernel_fit`` fits.
 """
 
 from __future__ import annotations
@@ -122,6 +123,20 @@ def _wgmma_rate(results: Microbench) -> Estimate:
     return _centre(2 * 64 * 16 * n / cycles)
 
 
+def _wgmma_overhead(results: Microbench) -> Estimate:
+    """Tensor time per instruction beyond its FLOPs: two warpgroups keep the tensor core busy."""
+    where = {"vector": "none", "mma_groups": 2, "n": (64, 128, 176, 192, 256)}
+    ideal, cycles = (results.column("corun.corun", c, **where) for c in ("mma_ideal", "mma_cycles_per_instr"))
+    return _centre(cycles - ideal)
+
+
+def _mma_sync_rate(results: Microbench) -> Estimate:
+    """2 m n k FLOP of m16n8k16 on four sub-cores over its interval, with warps enough to hide the latency."""
+    where = {"vector": "none", "mma_warps": (2, 3, 4)}
+    cycles = results.column("corun_mma_sync.corun_mma_sync", "mma_cycles_per_instr", **where)
+    return _centre(4 * 2 * 16 * 8 * 16 / cycles)
+
+
 def _stall(where: Mapping[str, object], results: Microbench) -> Estimate:
     """What one warp loses per instruction: the softmax mix (4.5 instructions) by one warp a sub-core and by three."""
     one, three = (
@@ -203,6 +218,11 @@ def _load_line(results: Microbench) -> tuple[Estimate, Estimate]:
 def _load_latency(results: Microbench) -> Estimate:
     waiting = results.column("sync.mbarrier", "cycles", what="try_wait success")
     return _plus(_load_line(results)[0], -float(waiting[0]))
+
+
+def _issue_interval(results: Microbench) -> Estimate:
+    """Of copies so small that the issue of the next does not wait for them."""
+    return _centre(results.column("tma.tma_issue", "issue_interval", copy="tensor", bytes=(1024, 2048)))
 
 
 def _multicast(results: Microbench) -> Estimate:
@@ -300,6 +320,8 @@ RULES = (
     Rule("sm.smem.bytes_per_cycle", "pipes", _smem_rate, POWER_OF_TWO),
     Rule("sm.smem.latency_cycles", "pipes", partial(_latency, "ld.shared chase")),
     Rule("sm.tensor.flops_per_cycle.bf16", "wgmma", _wgmma_rate, POWER_OF_TWO),
+    Rule("sm.tensor.mma_sync_flops_per_cycle", "corun_mma_sync", _mma_sync_rate, 10),
+    Rule("sm.tensor.async_mma.overhead_cycles", "corun", _wgmma_overhead, 0.1),
     # beside wgmma
     Rule("sm.interference.alu_cycles", "corun", partial(_beside, ("fmnmx", "f2fp"), (2, 3)), 0.1),
     Rule("sm.interference.mufu_cycles", "corun", partial(_beside, ("ex2",), (2, 3)), 0.1),
@@ -313,8 +335,9 @@ RULES = (
     Rule("sm.interference.alu_delay_cycles", "corun", partial(_delay, "fmnmx"), 0.01),
     Rule("sm.interference.absorbed_per_cycle", "corun", _absorbed, 0.01),
     # copies
-    Rule("sm.tma.latency_cycles", "tma", _load_latency, 10),
-    Rule("sm.tma.bytes_per_cycle", "tma", _fill_rate),
+    Rule("sm.tma.issue_interval_cycles", "tma", _issue_interval),
+    Rule("sm.tma.latency_cycles", "tma", _load_latency, 20),
+    Rule("sm.tma.bytes_per_cycle", "tma", _fill_rate, 4),
     Rule("sm.tma.multicast_extra_cycles", "tma", _multicast),
     Rule("sm.tma.store_bytes_per_cycle", "tma", lambda r: _inverse(_store_line(r)[1])),
     Rule("sm.tma.store_latency_cycles", "tma", lambda r: _store_line(r)[0]),
@@ -329,7 +352,7 @@ RULES = (
     Rule("sm.sync.named_barrier_cycles", "sync", partial(_barrier, "named_barrier", what="turn", threads=128)),
     Rule("sm.sync.syncthreads_base_cycles", "sync", lambda r: _syncthreads(r)[0]),
     Rule("sm.sync.syncthreads_per_warp_cycles", "sync", lambda r: _syncthreads(r)[1]),
-    Rule("sm.sync.cluster_barrier_cycles", "sync", partial(_barrier, "cluster", what="barrier"), 10),
+    Rule("sm.sync.cluster_barrier_cycles", "sync", partial(_barrier, "cluster", what="barrier"), 20),
     # memory system
     Rule("l2.bytes_per_cycle", "memory", _l2_rate, 50, of_the_chip=True),
     Rule("l2.latency_cycles", "memory", _l2_latency, of_the_chip=True),

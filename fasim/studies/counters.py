@@ -21,7 +21,8 @@ from typing import Any
 
 from fasim import __version__
 from fasim.errors import ConfigError, FasimError
-from fasim.studies.validate import REQUIRED, Line, Progress, Task, check_overrides, read_lines, task_of
+from fasim.studies.batch import Job, Progress
+from fasim.studies.validate import REQUIRED, Line, check_overrides, job_of, read_lines
 from fasim.studies.validation import SHAPE
 
 SCHEMA_VERSION = 1
@@ -162,7 +163,7 @@ def compare_counters(
         main = [line for line in group if _AUXILIARY not in line[1]["kernel_name"]]
         unpredicted += [Unpredicted(line[1], "auxiliary kernel of PyTorch") for line in group if line not in main]
         if main:
-            outcome = _compare(path, main, task_of(f"{path}:{main[0][0]}", _knobs(main[0][1]), load, overrides, engine))
+            outcome = _compare(path, main, job_of(f"{path}:{main[0][0]}", _knobs(main[0][1]), load, overrides, engine))
             if isinstance(outcome, Launch):
                 launches.append(outcome)
             else:
@@ -185,19 +186,19 @@ def _knobs(columns: Mapping[str, str]) -> dict[str, str]:
     return {**columns, **dict(knob for part, knob in _BUILDS.items() if part in columns["kernel_name"])}
 
 
-def _compare(path: Path, lines: Sequence[Line], task: Task | str) -> Launch | str:
+def _compare(path: Path, lines: Sequence[Line], job: Job | str) -> Launch | str:
     """The launches of one shape and their simulation, or the reason why there is none."""
-    if isinstance(task, str):
-        return task
+    if isinstance(job, str):
+        return job
     try:
-        run = task.simulate()
+        run = job.run()
     except FasimError as error:
         return str(error)
     if len(run.meta["kernels"]) != len(lines):
         return f"{len(lines)} kernels were launched, the schedule has {len(run.meta['kernels'])}"
     return Launch(
         columns=lines[0][1],
-        problem=task.problem.describe(),
+        problem=job.problem.describe(),
         measured=_measured(lambda i, name: _number(f"{path}:{lines[i][0]}", lines[i][1], name), len(lines)),
         simulated={name: run.utilisation[name] for name in UNITS} | {name: run.traffic[name] for name in TRAFFIC},
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ import numpy.typing as npt
 from fasim import __version__
 from fasim.errors import ConfigError, did_you_mean
 from fasim.run import REASONS, UNIT_SLICE, IntArray, Trace
-from fasim.studies.validate import REQUIRED, Progress, check_overrides, read_lines, task_of
+from fasim.studies.batch import Progress
+from fasim.studies.validate import REQUIRED, check_overrides, job_of, read_lines
 
 SCHEMA_VERSION = 1
 
@@ -255,14 +256,12 @@ def compare_phases(
     found = []
     wanted = variants or list(measured)
     for done, name in enumerate(wanted, start=1):
-        task = task_of(str(table), _columns(name, known, table), load_schedule, overrides, engine)
-        if isinstance(task, str):
-            raise ConfigError(f"{table}: {name}: {task}")
-        trace = task.simulate(traced=True).trace
+        job = job_of(str(table), _columns(name, known, table), load_schedule, overrides, engine)
+        if isinstance(job, str):
+            raise ConfigError(f"{table}: {name}: {job}")
+        trace = replace(job, traced=True).run().trace
         assert trace is not None
-        found.append(
-            Variant(name, dict(task.knobs), measured[name], simulated_stamps(trace, measured[name].overlapped))
-        )
+        found.append(Variant(name, dict(job.knobs), measured[name], simulated_stamps(trace, measured[name].overlapped)))
         if progress is not None:
             progress(done, len(wanted))
     return PhaseComparison(str(data), digest, tuple(overrides), tuple(found))

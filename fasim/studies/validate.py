@@ -15,24 +15,17 @@ import csv
 import hashlib
 import io
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fasim.errors import ConfigError, FasimError, ModelError, did_you_mean
+from fasim.errors import ConfigError, FasimError, did_you_mean
+from fasim.studies.batch import Job, Progress, spread
 from fasim.studies.validation import RESULT, SHAPE, SHORT_US, Effect, Row, Validation
 
 if TYPE_CHECKING:
     from fasim.library import Schedule
-    from fasim.problem import Problem
-    from fasim.run import Run
 
 #: Kernels whose schedule has another name, with the knobs that make it that kernel. As in FlashAttention-3's
 #: ``num_splits``, 0 lets its heuristic choose.
@@ -45,7 +38,6 @@ REQUIRED = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q
 _MEASURED = ("ms", "sm_clock_mhz", "cycles")
 _CONTRACT = frozenset((*REQUIRED, *SHAPE, *_MEASURED))
 
-Progress = Callable[[int, int], None]
 Line = tuple[int, dict[str, str]]  # number in the file, cells
 
 
@@ -57,42 +49,6 @@ class Outcome(NamedTuple):
     bottleneck: str
 
 
-@dataclass(frozen=True)
-class Task:
-    """One simulation. Rows with equal tasks share it."""
-
-    schedule: str
-    problem: Problem
-    arch: str
-    overrides: tuple[str, ...]
-    knobs: tuple[tuple[str, object], ...]
-    clock_mhz: float | None
-    engine: str
-
-    def simulate(self, traced: bool = False) -> Run:
-        """Simulate, with a trace of SM 0 when ``traced``. Raises what :func:`fasim.simulate.simulate` raises."""
-        from fasim.arch import load_arch
-        from fasim.simulate import TraceSpec, simulate
-
-        return simulate(
-            self.schedule,
-            self.problem,
-            load_arch(self.arch, self.overrides),
-            knobs=dict(self.knobs),
-            clock_mhz=self.clock_mhz,
-            engine=self.engine,
-            trace=TraceSpec() if traced else None,
-        )
-
-    def run(self) -> Outcome | str:
-        """Simulate; an expected failure is returned as its message."""
-        try:
-            run = self.simulate()
-        except FasimError as error:
-            return str(error)
-        return Outcome(run.cycles, run.clock_mhz, run.bottleneck)
-
-
 def validate(
     data: str | Path,
     *,
@@ -100,7 +56,7 @@ def validate(
     cells: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     engine: str = "compiled",
-    jobs: int | None = None,
+    threads: int | None = None,
     effects: bool = False,
     progress: Progress | None = None,
 ) -> Validation:
@@ -112,8 +68,7 @@ def validate(
         cells: only rows with these cells, by column.
         overrides: ``path=value`` changes of every architecture.
         engine: ``compiled`` or ``reference``.
-        jobs: worker processes, one per CPU by default; 1 stays in this process. Workers import the caller's main
-            module, so a script that calls this guards it with ``if __name__ == "__main__"``.
+        threads: simulations at a time, one per CPU by default.
         effects: also compare each ``variant`` with the ``*_default`` variant of the same shape.
         progress: called with the number of finished simulations and of all.
 
@@ -130,13 +85,13 @@ def validate(
     lines = [line for line in lines if all(line[1].get(name) == text for name, text in (cells or {}).items())]
     check_overrides(lines, overrides)
     load = cache(load_schedule)
-    tasks = [task_of(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
-    outcomes = _simulate([task for task in tasks if isinstance(task, Task)], jobs or os.cpu_count() or 1, progress)
+    jobs = [job_of(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
+    outcomes = _simulate([job for job in jobs if isinstance(job, Job)], threads, progress)
     rows = tuple(
-        _compare(f"{path}:{number}", columns, outcomes[task] if isinstance(task, Task) else task)
-        for (number, columns), task in zip(lines, tasks, strict=True)
+        _compare(f"{path}:{number}", columns, outcomes[job] if isinstance(job, Job) else job)
+        for (number, columns), job in zip(lines, jobs, strict=True)
     )
-    knobs = {name for task in tasks if isinstance(task, Task) for name, _ in task.knobs}
+    knobs = {name for job in jobs if isinstance(job, Job) for name, _ in job.knobs}
     return Validation(
         data=str(data),
         data_sha256=hashlib.sha256(content).hexdigest(),
@@ -181,9 +136,9 @@ def read_lines(path: Path, required: Sequence[str], kernels: Sequence[str] = ())
     return content, names, [line for line in lines if not kernels or line[1]["kernel"] in kernels]
 
 
-def task_of(
+def job_of(
     where: str, columns: Mapping[str, str], load: Callable[[str], Schedule], overrides: Sequence[str], engine: str
-) -> Task | str:
+) -> Job | str:
     """The simulation of a row, or the reason why there is none. ``where`` is the file and line."""
     from fasim.library import list_schedules
     from fasim.problem import Problem
@@ -203,7 +158,7 @@ def task_of(
     except FasimError as error:
         return str(error)
     cells = {key: text for key, text in columns.items() if text and key in schedule.knobs and key not in _CONTRACT}
-    return Task(
+    return Job(
         schedule=name,
         problem=problem,
         arch=_arch_name(columns),
@@ -231,36 +186,23 @@ def check_overrides(lines: Iterable[Line], overrides: Sequence[str]) -> None:
         load_arch(name, overrides)
 
 
-def _simulate(tasks: Iterable[Task], jobs: int, progress: Progress | None) -> dict[Task, Outcome | str]:
-    # Largest first, so that no worker is left alone with a long run at the end.
-    unique = sorted(dict.fromkeys(tasks), key=lambda task: -task.problem.flops())
-    outcomes: dict[Task, Outcome | str] = {}
-    if any(task.engine == "compiled" for task in unique):
+def _simulate(jobs: Iterable[Job], threads: int | None, progress: Progress | None) -> dict[Job, Outcome | str]:
+    """Equal rows share a simulation; largest first, so that no thread is left alone with a long run at the end."""
+    unique = sorted(dict.fromkeys(jobs), key=lambda job: -job.problem.flops())
+    if any(job.engine == "compiled" for job in unique):
         from fasim.engine.compiled import prepare
 
-        prepare()  # here, so that the processes find it stored
-    with _mapper(min(jobs, len(unique))) as mapped:
-        for task, outcome in zip(unique, mapped(Task.run, unique), strict=True):
-            outcomes[task] = outcome
-            if progress is not None:
-                progress(len(outcomes), len(unique))
-    return outcomes
+        prepare()
+    return dict(zip(unique, spread(_outcome, unique, threads, progress), strict=True))
 
 
-@contextmanager
-def _mapper(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """``map``, spread over ``jobs`` processes."""
-    if jobs <= 1:
-        yield map
-        return
-    # Not fork: a progress bar runs in a thread, and fork copies its locks as they are.
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+def _outcome(job: Job) -> Outcome | str:
+    """Simulate; an expected failure is returned as its message."""
     try:
-        yield pool.map
-    except BrokenProcessPool:
-        raise ModelError("a worker process died (out of memory?); fewer processes: --jobs 1") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        run = job.run()
+    except FasimError as error:
+        return str(error)
+    return Outcome(run.cycles, run.clock_mhz, run.bottleneck)
 
 
 def _compare(where: str, columns: Mapping[str, str], outcome: Outcome | str) -> Row:

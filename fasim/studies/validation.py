@@ -6,7 +6,7 @@ Errors are signed fractions of the measurement: ``predicted / measured - 1``, so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,11 @@ class Summary:
     def of(cls, rows: Iterable[Row]) -> Summary | None:
         """Summarise the predicted rows among ``rows``; None when there are none."""
         errors = [row.error for row in rows if row.error is not None]
-        if not errors:
-            return None
+        return cls.of_errors(errors) if errors else None
+
+    @classmethod
+    def of_errors(cls, errors: Sequence[float]) -> Summary:
+        """Summarise signed errors as fractions, at least one."""
         sizes = [abs(error) for error in errors]
         return cls(len(errors), math.fsum(sizes) / len(sizes), max(sizes), math.fsum(errors) / len(errors))
 

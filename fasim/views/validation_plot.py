@@ -94,7 +94,7 @@ def _points(axes: Axes, rows: Rows, x: str, y: str, scale: float, colour: str, m
         xs, ys = [row[x] for row in mine], [scale * row[y] for row in mine]
         fill = "none" if causal else "full"
         named = label if not causal or len(mine) == len(rows) else "_"
-        axes.plot(xs, ys, marker, color=colour, fillstyle=fill, markersize=5, label=named)  # type: ignore[arg-type]
+        axes.plot(xs, ys, marker, color=colour, fillstyle=fill, markersize=5, label=named)
 
 
 def _series(rows: Rows) -> Iterator[tuple[str, str, str, Rows]]:
