@@ -28,9 +28,9 @@ class Place:
     """A named place.
 
     The stage of a ring is ``stage`` or, without it, the one that the role's counter ``counter`` (None: of waits for
-    the full barrier) selected last; ``back`` counts from there to stages selected before. ``share`` is a part
-    (from, to) of its rows, in registers and tensor memory of its columns; None is the instance's own rows where an
-    effect works on rows, else all.
+    the full barrier) selected last; ``back`` counts from there to stages selected before, -1 is the next. ``share`` is
+    a part (from, to) of its rows, in registers and tensor memory of its columns; None is the instance's own rows where
+    an effect works on rows, else all. ``columns``: of shared memory, only a part (from, to) of its columns is read.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Place:
     stage: int | None = None
     counter: str | None = None
     share: tuple[float, float] | None = None
+    columns: tuple[float, float] | None = None
 
 
 class Register(Place):
@@ -118,13 +119,14 @@ class Load(Effect):
 class Store(Effect):
     """``source`` goes to global memory.
 
-    To the line of the copy that carries the effect; or, named ``tensor``, to the first line that the work tile has
-    of it. ``array``: another array with the same rows (the log-sum-exp beside O).
+    To the line of the copy that carries the effect; or, named ``tensor``, to line number ``line`` of those that the
+    work tile has of it. ``array``: another array with the same rows (the log-sum-exp beside O).
     """
 
     source: Operand
     tensor: str | None = None
     array: str | None = None
+    line: int = 0
     reads = ("source",)
 
 

@@ -49,7 +49,7 @@ def _store(e: Store, at: Operands) -> None:
     value = at.read("source")
     if value.reference is not None:
         at.report("scale", "source", "stores sums of probabilities that were not divided by their row sum")
-    at.store(value, e.tensor, e.array)
+    at.store(value, e.tensor, e.array, e.line)
 
 
 def _fetch(e: Fetch, at: Operands) -> None:

@@ -243,9 +243,9 @@ class Machine:
                 share = actor.instance / actor.role.count, (actor.instance + 1) / actor.role.count
         cta = actor.ctas[rank]
         storage = cta.smem if space == "smem" else cta.tmem
-        lo = base + stage * size
+        lo, hi = (base + (stage + part) * size for part in share)
         text = f"{place.name}[{stage}]" if stages > 1 else place.name
-        return Located(storage, place.name, stage, share, lo + size * share[0], lo + size * share[1], text)
+        return Located(storage, place.name, stage, share, lo, hi, text, place.columns or _WHOLE)
 
     def _stage(self, step: Step, place: Place, stages: int) -> int:
         if place.stage is not None:

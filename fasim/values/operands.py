@@ -53,7 +53,7 @@ class Operands:
         if value is None:
             by = at.storage.overwritten.get((at.name, at.stage))
             raise Nothing(at.text, f"what {by} overwrote" if by else "what nobody has written")
-        return value
+        return value.part(1, at.columns)
 
     def write(self, field: str, value: Value) -> None:
         """Put ``value`` there."""
@@ -82,11 +82,11 @@ class Operands:
 
     def fetch(self, tensor: str, array: str | None, lines: int) -> Value:
         """Columns from the first ``lines`` lines that the work tile has of ``tensor``."""
-        first, step = self._first_line(tensor), self.kernel.find_tensor(tensor).step
-        return concatenate([self._global(tensor, array, first + step * i) for i in range(lines)], 1)
+        return concatenate([self._global(tensor, array, self._line(tensor, i)) for i in range(lines)], 1)
 
-    def _first_line(self, tensor: str) -> int:
-        return int(self.kernel.tiles[self.kernel.find_tensor(tensor).start][self.step.tile])
+    def _line(self, tensor: str, number: int = 0) -> int:
+        found = self.kernel.find_tensor(tensor)
+        return int(self.kernel.tiles[found.start][self.step.tile]) + found.step * number
 
     def _global(self, tensor: str, array: str | None, line: int) -> Value:
         layout = self.kernel.find_tensor(tensor).layout
@@ -98,14 +98,14 @@ class Operands:
             raise Nothing(f"{name} in global memory", "what nobody has written")
         return Value(self.arrays.read(name, region), region.rows)
 
-    def store(self, value: Value, tensor: str | None, array: str | None) -> None:
-        """To the rows of the copy's line, or of the work tile's first line of ``tensor``; see ``effects.Store``."""
+    def store(self, value: Value, tensor: str | None, array: str | None, number: int) -> None:
+        """To the rows of the copy's line, or of the work tile's ``number``-th of ``tensor``; see ``effects.Store``."""
         step, kernel = self.step, self.kernel
         name = tensor or (step.op.tensor if isinstance(step.op, Copy) else "")
         layout = kernel.find_tensor(name).layout
         if layout is None:
             raise ModelError(f"{kernel.name}: operation '{step.op.label}' stores to '{name}', which has no layout")
-        line = self._first_line(name) if tensor else step.line
+        line = self._line(name, number) if tensor else step.line
         region = layout.region(line, step.tile)
         size, actor = len(region.rows), step.actor
         if len(value.data) != size:  # an instance's own rows

@@ -58,6 +58,7 @@ class Located:
     lo: float
     hi: float
     text: str
+    columns: Share = (0.0, 1.0)  # of what it holds, to be read
 
     @property
     def key(self) -> PieceKey:
