@@ -263,6 +263,16 @@ class Normalise(Effect):
 
 
 @dataclass(frozen=True)
+class Syncthreads(Effect):
+    """A barrier of the warps of the role (``__syncthreads``).
+
+    A role that has one is looked at warp by warp: what a warp knows of its own work, the copies of its own threads and
+    the MMAs that it waited for, the other warps know only from here on. A place in shared memory that is cut by rows is
+    the warp's own; a whole one (``b`` of a product, copies, ``share=(0, 1)``) is everybody's.
+    """
+
+
+@dataclass(frozen=True)
 class SplitWeights(Effect):
     """``into`` = exp(``lses`` - ``lse``), ``lse`` their log-sum-exp: shares ``(rows, splits)`` of the output."""
 

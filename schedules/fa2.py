@@ -13,6 +13,23 @@ from typing import Annotated, Literal
 import numpy as np
 
 from fasim.arch import Arch
+from fasim.effects import (
+    Effect,
+    Load,
+    Mask,
+    Matmul,
+    Move,
+    Normalise,
+    Probabilities,
+    Rescale,
+    Round,
+    RowMax,
+    RowSum,
+    Smem,
+    Store,
+    Syncthreads,
+    row_blocks,
+)
 from fasim.errors import ConfigError
 from fasim.library import schedule
 from fasim.ops import add_mixes
@@ -67,6 +84,7 @@ class Config:
     warps: int
     d: int  # padded to the kernel's head dim
     build: Build
+    dtype: str  # of P and O
 
     @property
     def elements(self) -> float:
@@ -107,16 +125,18 @@ def fa2(
     m, n = tile_m or m, tile_n or n
     if m % (16 * warps) or n % 16:
         raise ConfigError(f"fa2: tile_m {m} is not a multiple of 16 x {warps} warps, or tile_n {n} not of 16")
-    cfg = Config(m, n, warps, limit, BUILDS[build])
+    cfg = Config(m, n, warps, limit, BUILDS[build], problem.dtype)
 
     k = Kernel("fa2", problem, arch, {"tile_m": m, "tile_n": n, "build": build})
     _grid(k, cfg)
     blocks = problem.kv_tiles(n)
     lines = problem.batch * problem.heads_kv * blocks
-    q = k.tensor("Q", k.tile_count, 2 * m * limit, "q")
-    keys = k.tensor("K", lines, 2 * n * limit, "kv", -1)
-    values = k.tensor("V", lines, 2 * n * limit, "kv", -1)
-    out = k.tensor("O", k.tile_count, 2 * m * limit, "q")
+    rows = row_blocks(problem.batch * problem.heads_q, problem.seqlen_q, m, d)
+    block = row_blocks(problem.batch * problem.heads_kv, problem.seqlen_k, n, d)
+    q = k.tensor("Q", k.tile_count, 2 * m * limit, "q", layout=rows)
+    keys = k.tensor("K", lines, 2 * n * limit, "kv", -1, block)
+    values = k.tensor("V", lines, 2 * n * limit, "kv", -1, block)
+    out = k.tensor("O", k.tile_count, 2 * m * limit, "q", layout=rows)
     k.smem("Q", 2 * m * limit)
     k.smem("K", 2 * n * limit)
     k.smem("V", 2 * n * limit)
@@ -144,27 +164,33 @@ def _iteration(w: Role, cfg: Config, arch: Arch, keys: Tensor | None, values: Te
     _syncthreads(w, cfg, arch)
     _load(w, cfg, values)
     ldsm = (cfg.m / cfg.warps + cfg.n) * cfg.d / 256  # Q is read anew in every iteration
-    _gemm(w, cfg, "QK", ldsm, cfg.d, {"smem": 1, "mma_sync": 1}, values.line_bytes)
+    scores = Matmul("S", Smem("Q"), Smem("K"), transposed=True)
+    _gemm(w, cfg, "QK", ldsm, cfg.d, {"smem": 1, "mma_sync": 1}, values.line_bytes, scores)
     w.wait_copies("load", "wait V")
     _syncthreads(w, cfg, arch)
     if keys is not None:
         _load(w, cfg, keys)
     if masked:
-        w.vector("mask", {"alu": 2.5 * cfg.elements, "imad": cfg.elements, "misc": cfg.elements})
+        mask = {"alu": 2.5 * cfg.elements, "imad": cfg.elements, "misc": cfg.elements}
+        w.vector("mask", mask, effects=(Mask("S"),))
         w.delay("instruction fetch", FETCH_CYCLES, "issue")
     b, e, rows = cfg.build, cfg.elements, cfg.rows
     row_max = {"fmnmx": e + 2 * rows, "alu": b.compare * 2 * rows, "shfl": 2 * rows}
     w.vector("row max", row_max, latency={"shfl": 2, "alu": 2})
     scale = {"ffma": rows, "fmul": b.row_fmul * rows, "ex2": rows, "alu": b.row_select * rows}
-    w.vector("scale", scale, latency={"fma": 2, "ex2": 1})
-    w.vector("rescale O", {"fmul": cfg.outputs})
+    w.vector("scale", scale, latency={"fma": 2, "ex2": 1}, effects=(RowMax("S"),))
+    w.vector("rescale O", {"fmul": cfg.outputs}, effects=(Rescale("O"),))
     exp = {"ffma": b.ffma * e, "fmul": b.fmul * e, "fadd": b.fadd * e, "alu": b.compare * e, "ex2": e, "f2fp": e / 2}
     spill = b.spills.get(cfg.d, 0.0)
-    w.vector("exp, sum, P", add_mixes(exp, {"misc": b.moves[cfg.d], "lds": spill}), latency={"ex2": 1})
-    _gemm(w, cfg, "PV", cfg.n * cfg.d / 256, cfg.d, {"smem": 1}, keys.line_bytes if keys else 0.0)
+    p = Probabilities("S"), RowSum("S"), Round("S", "P", cfg.dtype)
+    w.vector("exp, sum, P", add_mixes(exp, {"misc": b.moves[cfg.d], "lds": spill}), latency={"ex2": 1}, effects=p)
+    fill, product = keys.line_bytes if keys else 0.0, Matmul("O", "P", Smem("V"), add=True)
+    _gemm(w, cfg, "PV", cfg.n * cfg.d / 256, cfg.d, {"smem": 1}, fill, product)
 
 
-def _gemm(w: Role, cfg: Config, label: str, ldsm: float, d: int, latency: dict[str, float], fill: float) -> None:
+def _gemm(
+    w: Role, cfg: Config, label: str, ldsm: float, d: int, latency: dict[str, float], fill: float, effect: Effect
+) -> None:
     """All m x n x d multiply-adds as m16n8k16, operands by ldmatrix (512 bytes a warp instruction)."""
     hmma = cfg.m * cfg.n * d / (16 * 8 * 16 * cfg.warps)
     w.vector(
@@ -173,16 +199,18 @@ def _gemm(w: Role, cfg: Config, label: str, ldsm: float, d: int, latency: dict[s
         smem_bytes=512 * ldsm * cfg.warps + fill,
         mma_sync_flops=2.0 * cfg.m * cfg.n * d,
         latency=latency,
+        effects=(effect,),
     )
 
 
 def _load(w: Role, cfg: Config, tensor: Tensor) -> None:
-    w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads")
+    w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads", effects=(Load(Smem(tensor.name)),))
 
 
 def _syncthreads(w: Role, cfg: Config, arch: Arch) -> None:
     sync = arch.sm.sync
-    w.delay("syncthreads", sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * cfg.warps, "barrier")
+    cycles = sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * cfg.warps
+    w.delay("syncthreads", cycles, "barrier", effects=(Syncthreads(),))
 
 
 def _epilogue(w: Role, cfg: Config, arch: Arch, out: Tensor) -> None:
@@ -191,11 +219,14 @@ def _epilogue(w: Role, cfg: Config, arch: Arch, out: Tensor) -> None:
     w.vector(
         "row sum", {"shfl": 2 * cfg.rows, "fadd": 2 * cfg.rows, "mufu": 2 * cfg.rows}, latency={"shfl": 2, "ex2": 2}
     )
-    w.vector("scale O", {"fmul": cfg.outputs, "f2fp": cfg.outputs / 2}, latency={"fma": 1})
-    w.vector("O to SMEM", {"sts": cfg.outputs / 2}, smem_bytes=out.line_bytes, latency={"smem": 1})
+    done = Normalise("O"), Round("O", "O", cfg.dtype), Store("lse", "O", array="LSE")
+    w.vector("scale O", {"fmul": cfg.outputs, "f2fp": cfg.outputs / 2}, latency={"fma": 1}, effects=done)
+    sts, lds = {"sts": cfg.outputs / 2}, {"lds": cfg.outputs / 8}
+    w.vector("O to SMEM", sts, smem_bytes=out.line_bytes, latency={"smem": 1}, effects=(Move("O", Smem("O")),))
     _syncthreads(w, cfg, arch)
-    w.vector("O from SMEM", {"lds": cfg.outputs / 8}, smem_bytes=out.line_bytes, latency={"smem": 1})
-    w.copy("store O", out, out.line_bytes, "store", "threads")
+    rows = (Move(Smem("O", share=(0, 1)), "rows of O"),)
+    w.vector("O from SMEM", lds, smem_bytes=out.line_bytes, latency={"smem": 1}, effects=rows)
+    w.copy("store O", out, out.line_bytes, "store", "threads", effects=(Store("rows of O"),))
     w.wait_copies("store", "drain")  # a warp exits when its stores have left
 
 
@@ -205,7 +236,8 @@ def _grid(k: Kernel, cfg: Config) -> None:
     m_blocks = problem.q_tiles(cfg.m)
     head, batch, block = (a.ravel() for a in np.mgrid[0 : problem.heads_q, 0 : problem.batch, 0:m_blocks])
     counts = np.array([problem.kv_blocks(b, cfg.m, cfg.n) for b in range(m_blocks)], dtype=np.int64)
-    trips, masked = np.maximum(counts[:, 0], 1), counts[:, 1]
+    trips = np.maximum(counts[:, 0], 1)  # rows that see no key pass by one block, and all of it is masked
+    masked = np.where(counts[:, 0] > 0, counts[:, 1], 1)
     last_masked = (masked >= trips).astype(np.int64)
     before = masked - last_masked
     kv_head = batch * problem.heads_kv + head // problem.group

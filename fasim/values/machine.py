@@ -9,14 +9,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Hashable
+from typing import Literal
 
 from fasim import image as im
-from fasim.effects import Effect, Load, Matmul, Place, Register, Smem, Tmem
+from fasim.effects import Effect, Load, Matmul, Place, Register, Smem, Syncthreads, Tmem
 from fasim.engine.reference_state import Agent
 from fasim.errors import ModelError
 from fasim.image import Image
 from fasim.ops import Arrive, Copy, Mma, Op, TileLoop, Wait, WaitCopies, WaitMma
-from fasim.schedule import Kernel
+from fasim.schedule import Kernel, walk
 from fasim.values.arithmetic import execute
 from fasim.values.arrays import Arrays
 from fasim.values.findings import Finding, Kind, Log
@@ -41,6 +42,11 @@ class Machine:
         self.bases = dict(zip((t.name for t in kernel.tensors), image.line_base.tolist(), strict=True))
         self.roles = [(role, instance) for role in kernel.roles for instance in range(role.count)]
         self.broken = False
+        self._by_warp = {
+            role.name
+            for role in kernel.roles
+            if any(isinstance(effect, Syncthreads) for op in walk(role.body) for effect in op.effects)
+        }
         self._actors: dict[tuple[int, int, int, int], Actor] = {}
         self._ctas: dict[tuple[int, int], list[Cta]] = {}
         self._pending: list[tuple[int, int, Step]] = []
@@ -64,7 +70,7 @@ class Machine:
         if isinstance(op, Copy):  # its line is not known yet
             return step
         if isinstance(op, Mma):  # the queue's order is the order of its MMAs
-            join(actor.mma, actor.clock)
+            join(actor.mma, actor.common)
             self._act(step, ("mma", actor.key), actor.mma)
             join(actor.mma, step.clock)
             actor.groups.append(step)
@@ -72,7 +78,7 @@ class Machine:
             self._own(step)
         use = op.use if isinstance(op, Arrive | Wait) else op.bar if isinstance(op, Mma) else None
         if isinstance(op, Arrive):
-            step.clock = dict(actor.clock)
+            step.clock = actor.known({})
         if use is not None:
             actor.counts[use.counter] = actor.counts.get(use.counter, 0) + 1
         return step
@@ -87,7 +93,7 @@ class Machine:
             return
         kind = "load" if op.kind == "load" else "store"
         stage = actor.counts.get(op.bar.counter, 0) % op.bar.stages if op.bar else 0
-        self._act(step, (kind, actor.key, op.tensor if op.bar else "", stage), actor.clock)
+        self._act(step, (op.engine, actor.key, kind, op.tensor if op.bar else "", stage), actor.common)
         if op.bar is None:
             actor.copies[kind].append(step)
         if op.bar:
@@ -115,7 +121,7 @@ class Machine:
         assert isinstance(step, Step) and isinstance(step.op, Wait)
         if phase > 0 and step.op.polled:
             actor = step.actor
-            join(actor.clock, actor.ctas[actor.agent.sm].phases[barrier][phase - 1])
+            actor.learn(actor.ctas[actor.agent.sm].phases[barrier][phase - 1])
 
     def end(self, step: object, tick: int) -> None:
         """The role goes on: its own work takes effect, and it knows what it waited for."""
@@ -125,10 +131,10 @@ class Machine:
         if isinstance(op, WaitMma):
             index = len(actor.groups) - 1 - op.pending
             if index >= 0:
-                join(actor.clock, actor.groups[index].clock)
+                actor.learn(actor.groups[index].clock, own=True)
         elif isinstance(op, WaitCopies):
             for other in actor.copies[op.kind]:
-                join(actor.clock, other.clock)
+                actor.learn(other.clock)
             actor.copies[op.kind].clear()
         if isinstance(op, Wait | WaitMma | WaitCopies):  # what a wait does, it does with what it has learned
             self._own(step)
@@ -158,6 +164,8 @@ class Machine:
         if key not in self._actors:
             role, instance = self.roles[agent.kind]
             self._actors[key] = Actor(agent, role, instance, self._ctas[key[:2]], key)
+            if role.name in self._by_warp:
+                self._actors[key].meet()
         return self._actors[key]
 
     def _later(self, step: Step, until: int) -> None:
@@ -191,9 +199,10 @@ class Machine:
 
     def _own(self, step: Step) -> None:
         """Accesses of the role itself."""
+        actor = step.actor
         if step.op.effects:
-            self._act(step, step.actor.key, step.actor.clock)
-            join(step.actor.clock, step.clock)
+            self._act(step, actor.key, actor.common)
+            actor.clock[actor.key] = actor.own["warps", actor.key] = actor.accesses[actor.key]
 
     def _act(self, step: Step, component: Hashable, known: Clock) -> None:
         """Find the operands of a step and check their accesses against all earlier ones, of which ``known`` knows.
@@ -206,16 +215,20 @@ class Machine:
         spread = (isinstance(op, Copy) and op.multicast) or (isinstance(op, Mma) and op.two_cta)
         ranks = range(self.cluster) if spread else (actor.agent.sm,)
         for effect in op.effects:
+            if isinstance(effect, Syncthreads):
+                actor.meet()
+                continue
             by_rank = []
             for rank in ranks:
                 places = {}
                 for writes, names in ((False, effect.reads), (True, effect.writes)):
                     for name in names:
                         where = places[name] = self._locate(step, effect, name, rank)
-                        access = Access(where.lo, where.hi, component, count, writes, step, where.text)
-                        for old in where.storage.access(access, known):
+                        of, knows = _order(actor, component, known, where)
+                        access = Access(where.lo, where.hi, of, count, writes, step, where.text)
+                        for old in where.storage.access(access, knows):
                             if old.step is not step:
-                                self._race(old, access)
+                                self._race(old, access, actor.known(known).get(old.component, 0) >= old.count)
                 by_rank.append(places)
             step.found.append((effect, by_rank))
 
@@ -241,11 +254,13 @@ class Machine:
                 share = layout.share(step.line) if layout and layout.share else _WHOLE
             elif name not in effect.whole and not isinstance(op, Copy):
                 share = actor.instance / actor.role.count, (actor.instance + 1) / actor.role.count
+        rows = space == "tmem" or (place.share is None and name not in effect.whole and not isinstance(op, Copy))
         cta = actor.ctas[rank]
         storage = cta.smem if space == "smem" else cta.tmem
         lo, hi = (base + (stage + part) * size for part in share)
         text = f"{place.name}[{stage}]" if stages > 1 else place.name
-        return Located(storage, place.name, stage, share, lo, hi, text, place.columns or _WHOLE)
+        of: Literal["rows", "all"] = "rows" if rows else "all"
+        return Located(storage, place.name, stage, share, lo, hi, text, place.columns or _WHOLE, of)
 
     def _stage(self, step: Step, place: Place, stages: int) -> int:
         if place.stage is not None:
@@ -274,7 +289,8 @@ class Machine:
 
         self.log.add((kind, actor.role.name, op.label, place.partition("[")[0], what), describe)
 
-    def _race(self, old: Access, new: Access) -> None:
+    def _race(self, old: Access, new: Access, warps: bool) -> None:
+        """``warps``: each warp of the role knows its part of ``old``, but not that the others have come as far."""
         first, second = old.step, new.step
         name = new.place.partition("[")[0]
 
@@ -285,12 +301,23 @@ class Machine:
             luck = "" if first.until is None or first.until > second.begin else "; in this run they are apart by luck"
             message = (
                 f"{second.name} ({second.cycles()}) {verb} {new.place} that {first.name}{other} ({first.cycles()}) "
-                f"{what}{alias}: {_cause(first, second)}{luck}"
+                f"{what}{alias}: {'no barrier of the warps between' if warps else _cause(first, second)}{luck}"
             )
             return Finding("race", self.kernel.name, second.actor.name, second.op.label, new.place, message)
 
         roles = (first.actor.role.name, first.op.label, second.actor.role.name, second.op.label)
         self.log.add(("race", *roles, name), describe)
+
+
+def _order(actor: Actor, component: Hashable, known: Clock, where: Located) -> tuple[Hashable, Clock]:
+    """The component that an access belongs to, and what is ordered before it; see ``effects.Syncthreads``."""
+    if actor.met is None:
+        return component, known
+    if where.of == "register":
+        return component, actor.known(known)
+    if component != actor.key:
+        return component, known
+    return (component, actor.clock) if where.of == "rows" else (("warps", actor.key), actor.met)
 
 
 def _addresses(kernel: Kernel) -> dict[tuple[str, str], tuple[int, int, int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fasim import image as im
 from fasim.effects import Effect
 from fasim.engine.reference_state import Agent
 from fasim.ops import Op
 from fasim.schedule import Role
-from fasim.values.storage import Clock, PieceKey, Share, Storage
+from fasim.values.storage import Clock, PieceKey, Share, Storage, join
 
 
 @dataclass
@@ -35,6 +36,10 @@ class Actor:
     clock: Clock = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     mma: Clock = field(default_factory=dict)  # the queue of its MMAs
+    #: Where the role's warps are looked at one by one (``effects.Syncthreads``): what all of them know, and what each
+    #: knows of its own part beyond that and ``clock``, which is what a warp knows of work on its own rows.
+    met: Clock | None = None
+    own: Clock = field(default_factory=dict)
     groups: list[Step] = field(default_factory=list)
     copies: dict[str, list[Step]] = field(default_factory=lambda: {"load": [], "store": []})
     registers: dict[str, Storage] = field(default_factory=dict)
@@ -45,6 +50,38 @@ class Actor:
     def name(self) -> str:
         """Role and instance, as in traces."""
         return self.role.name if self.role.count == 1 else f"{self.role.name}{self.instance}"
+
+    def learn(self, clock: Clock, own: bool = False) -> None:
+        """The role knows what ``clock`` knows; ``own``: each warp of it only of its own part.
+
+        Of copies by its own threads a warp knows its own part, however it waits.
+        """
+        if self.met is None:
+            join(self.clock, clock)
+            return
+        for component, count in clock.items():
+            if own or (isinstance(component, tuple) and component[:2] == ("threads", self.key)):
+                join(self.own, {component: count})
+            else:
+                join(self.clock, {component: count})
+                join(self.met, {component: count})
+
+    def meet(self) -> None:
+        """The warps of the role meet."""
+        join(self.clock, self.own)
+        self.met = dict(self.clock)
+
+    @property
+    def common(self) -> Clock:
+        """What all warps of the role know."""
+        return self.clock if self.met is None else self.met
+
+    def known(self, more: Clock) -> Clock:
+        """``more`` and what the role knows, taken as one."""
+        known = dict(more)
+        for clock in (self.clock, self.own):
+            join(known, clock)
+        return known
 
 
 @dataclass(frozen=True)
@@ -59,6 +96,7 @@ class Located:
     hi: float
     text: str
     columns: Share = (0.0, 1.0)  # of what it holds, to be read
+    of: Literal["register", "rows", "all"] = "register"  # whose it is: the role's, each warp's own rows, everybody's
 
     @property
     def key(self) -> PieceKey:
