@@ -1,7 +1,7 @@
-"""Make the figures and tables of README and docs: ``python docs/make.py`` (about four minutes).
+"""Make the figures and tables of README and docs: ``python docs/make.py`` (about eight minutes).
 
 Writes docs/img/*.png, docs/story.md and docs/accuracy.md, and replaces what stands between the marks
-``<!-- accuracy -->`` in README.md and ``<!-- limits -->`` in docs/explain.md. Nothing in there is typed by hand.
+``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md and ``<!-- fit -->`` in docs/calibrate.md. Nothing in there is typed by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fasim.views.validation_plot import plot_validation
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "validation" / "data"
-PARTS = ("pictures", "story", "limits", "accuracy")
+PARTS = ("pictures", "story", "limits", "accuracy", "fit")
 
 #: Splits of the cross-validation.
 SPLITS = 5
@@ -198,7 +198,8 @@ Known differences and their causes: `validation/DEVIATIONS.md`.
 
 The Hopper machine model is data sheets and microbenchmarks (`docs/calibrate.md`) but for one number fitted on whole
 kernels, `shuffle_latency_cycles` beside wgmma in `arch_models/h100.toml`, on a seeded half of these FA3 BF16 rows.
-Fitted on other halves it does as well: the table of ten fits is in `docs/calibrate.md`. Schedules add what compiled code and counters say (instruction counts, instruction fetch); fitted ones say so.
+Fitted on other halves it does as well: the table of ten fits is in `docs/calibrate.md`. Schedules add what compiled
+code and counters say (instruction counts, instruction fetch); fitted ones say so.
 
 {held_out(timing)}
 

@@ -17,7 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "validate": (
         "fasim validate --data validation/data/h200_timing.csv --kernel fa3",
         "fasim validate --data validation/data/h200_fa3_ablations.csv --effects",
-        "fasim validate --data validation/data/h200_triton.csv --kernel triton --plot errors.svg",
+        "fasim validate --data validation/data/h200_triton.csv --plot errors.svg",
         "fasim validate --counters validation/data/h200_counters.csv",
     ),
     "phases": (
