@@ -30,6 +30,9 @@ from fasim.image import (
 from fasim.ops import INSTRUCTION_PIPE, Mma, Vector
 from fasim.problem import DTYPE_BITS
 
+#: Bits of an MMA operand in shared memory; TF32 is stored as FP32.
+OPERAND_BITS = {**DTYPE_BITS, "tf32": 32}
+
 #: Which field of ``Interference`` says how long an instruction of a class delays a running MMA.
 _DELAY_FIELD = {
     "ffma": "ffma_delay_cycles",
@@ -223,7 +226,7 @@ def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
     share = 2 if op.two_cta else 1
     flops = 2.0 * op.m * op.n * op.k / share
     math_cycles = flops / tensor.flops_per_cycle[op.dtype]
-    element = DTYPE_BITS[op.dtype] / 8
+    element = OPERAND_BITS[op.dtype] / 8
     operand = op.n * op.k * element / share
     if op.a == "smem":
         operand += op.m * op.k * element / share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -90,7 +90,8 @@ def simulate(
     assumed, why = clock_mhz or first_clock(problem, arch), "given"
     for _ in range(CLOCK_ATTEMPTS):
         images = lower_all(kernels, assumed)
-        launches = [Launch(k, i, r) for k, i, r in zip(kernels, images, execute(images, engine, trace), strict=True)]
+        results = execute(images, engine, trace, _host_ticks(kernels, assumed))
+        launches = [Launch(k, i, r) for k, i, r in zip(kernels, images, results, strict=True)]
         clock = assumed
         if clock_mhz is None:
             clock, why = clock_under_load(problem, arch, _peak_share(problem, arch, launches))
@@ -162,8 +163,19 @@ class Launch:
         return busy
 
 
-def execute(images: Sequence[Image], engine: str, trace: TraceSpec | None = None) -> list[RawResult]:
-    """Run images one after the other on the named engine; the L2 keeps its content in between."""
+def _host_ticks(kernels: Sequence[Kernel], clock_mhz: float) -> list[int]:
+    """Ticks the host needs to launch each kernel."""
+    return [round(kernel.launch_us * clock_mhz * im.TICKS) for kernel in kernels]
+
+
+def execute(
+    images: Sequence[Image], engine: str, trace: TraceSpec | None = None, host_ticks: Sequence[int] = ()
+) -> list[RawResult]:
+    """Run images one after the other on the named engine; the L2 keeps its content in between.
+
+    ``host_ticks``: time the host takes to launch each image (none where empty). An image that the host brings later
+    than the end of the one before starts late, and waits in its launch ramp.
+    """
     window = NO_TRACE
     if trace is not None:
         sms = images[0].machine.groups * images[0].machine.cluster
@@ -174,8 +186,14 @@ def execute(images: Sequence[Image], engine: str, trace: TraceSpec | None = None
     run = _engine(engine)
     memory = new_memory(images[0].lines)
     results = []
-    for image in images:
+    ended = brought = 0
+    for image, host in zip(images, host_ticks or [0] * len(images), strict=True):
+        brought += host
+        late = max(0, brought - ended)
+        if late:
+            image = replace(image, machine=image.machine._replace(ramp=image.machine.ramp + late))
         results.append(run(image, window, memory))
+        ended += results[-1].ticks
         next_launch(memory)
     return results
 

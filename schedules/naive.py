@@ -1,54 +1,68 @@
 """Standard attention: GEMM, softmax and GEMM as separate launches with the score matrix in memory between them.
 
-S = Q K^T, P = softmax(S) and O = P V, with a mask kernel after the first for causal attention: 8 N^2 bytes of matrix
-traffic per head (12 N^2 causal) for 4 N^2 d FLOP, so d/2 FLOP per byte. The GEMMs are what cuBLAS runs (wgmma or
-tcgen05 in a persistent grid, mma.sync on Ampere), the element-wise kernels PyTorch's.
+S = Q K^T, P = softmax(S) and O = P V: 8 N^2 bytes of matrix traffic per head (12 N^2 causal) for 4 N^2 d FLOP, so d/2
+FLOP per byte. What else is launched depends on who writes it, ``framework``:
 
-Source of tiles, stages and instruction counts: validation/data/h200_counters.csv, rows ``naive``.
+* ``kernels``: these three, and a lean mask kernel where causal.
+* ``pytorch``: what the benchmarks of the FlashAttention papers call PyTorch. Q, K and V are slices of a packed tensor
+  and copied into the order that the GEMMs want; a causal mask is added by a broadcasting kernel.
+* ``sdpa``: the fallback of PyTorch's scaled_dot_product_attention. Everything in FP32, GEMMs by FFMA; after the
+  softmax, rows without a key are looked for and P is copied twice.
+
+Sources: kernels and instruction counts of PyTorch 2.11 from hardware counters and profiles on an H200
+(validation/data/h200_counters.csv, rows ``naive``, and h200_eager_counters.csv); the GEMMs are cuBLAS's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
-import numpy as np
-import numpy.typing as npt
+from typing import Annotated, Literal
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.library import schedule
-from fasim.ops import BarrierUse, Copy, Wait, scale_mix
+from fasim.ops import Mix, add_mixes, scale_mix
 from fasim.problem import Problem
-from fasim.schedule import Kernel, Ring, Role, Tensor
+from fasim.schedule import Kernel
 
-TILE_M = 128
-STEP = 32  # columns of the score matrix in one line of the model's L2: 128 rows x 32 columns x 2 bytes
-LINE_BYTES = 2 * TILE_M * STEP
+from ._naive_gemm import STEP, Gemm, gemm, operand_shape
+from ._naive_rows import (
+    ADD_MASK,
+    ALL,
+    CAST,
+    CAST_STRIDED,
+    FP32_MASK,
+    IS_INFINITE,
+    MASK,
+    SCALE,
+    SECTOR_BYTES,
+    STRIDED,
+    WHERE,
+    Pass,
+    Softmax,
+    operand_pass,
+    score_pass,
+    slots,
+    softmax,
+)
 
-#: Instructions per score element of PyTorch's block-per-row softmax (more than 1024 keys), by pipe: counters of
-#: cunn_SoftMaxForwardReg on an H200, sm__inst_executed_pipe_* x 32 / elements; expf and division are IEEE.
-SOFTMAX = {"ffma": 34.0, "alu": 22.7, "mufu": 4.2, "lds": 6.8, "misc": 21.0}
-#: The warp-per-row softmax (up to 1024 keys) has the exponentials once instead of twice, but loads and stores two bytes
-#: at a time. Not counted: this share of the block kernel's was fitted to the one H200 row of 1024 tokens.
-WARP_SHARE, WARP_KEYS = 0.65, 1024
-#: The mask kernel, per element of a vectorised element-wise kernel: load, compare, select, store and index. Inferred.
-MASK = {"alu": 3.0, "imad": 1.0, "ldg": 0.25, "stg": 0.25, "misc": 1.0}
+#: Softmax of 16-bit rows. Block kernel: cunn_SoftMaxForwardReg, expf and division are IEEE.
+WARP = slots(0.82, ffma=14.7, alu=9.0, mufu=3.0, lds=3.3, misc=9.4)
+#: With 64 scores a thread and 80 registers.
+LONG_WARP = slots(0.55, ffma=14.4, alu=9.0, mufu=3.0, lds=3.2, misc=9.1)
+#: A block waits for its barriers and for its row, which is modelled, so no idle slots are added.
+BLOCK: dict[str, Mix] = {
+    "fp16": {"ffma": 31.8, "alu": 18.1, "mufu": 4.0, "lds": 6.8, "misc": 18.8},
+    "bf16": {"ffma": 34.0, "alu": 22.7, "mufu": 4.2, "lds": 6.8, "misc": 21.0},
+}
+#: What scores far below the maximum, those under a mask, cost on top: expf takes another path.
+UNDER_MASK: Mix = {"alu": 11.0, "misc": 6.0}
+#: PyTorch -> longest row that is a warp's, and what the block kernel executes of BLOCK. That of 2.3 is another, not
+#: counted: its share was fitted to the row of 4096 tokens without a mask of the FlashAttention-3 paper.
+VERSIONS = {"2.11": ({1024: WARP, 2048: LONG_WARP}, 1.0), "2.8": ({1024: WARP}, 1.0), "2.3": ({1024: WARP}, 0.65)}
+#: Launches that a kernel here stands for, where it is not one: the mask of N x N is made first, by small kernels.
+LAUNCHES = {("pytorch", "mask"): 4, ("sdpa", "mask"): 6, ("sdpa", "all"): 2}
 
-
-@dataclass(frozen=True)
-class Gemm:
-    """One batched GEMM: C (rows x columns) = A (rows x depth) B, per head."""
-
-    name: str
-    a: str
-    b: str
-    c: str
-    columns: int
-    depth: int
-    tile_n: int
-    step: int  # depth of one stage
-    c_lines: bool  # C is the score matrix, kept in lines of ``STEP`` columns
+Access = tuple[str, int]  # tensor, bytes of an element
 
 
 @schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16"))
@@ -56,242 +70,87 @@ def naive(
     problem: Problem,
     arch: Arch,
     *,
-    stages: Annotated[int, "buffers of each GEMM operand"] = 4,
+    framework: Annotated[
+        Literal["kernels", "pytorch", "sdpa"], "what is launched: three kernels, PyTorch operations, SDPA's fallback"
+    ] = "kernels",
+    stages: Annotated[int, "buffers of each GEMM operand (FP32: always 2)"] = 4,
+    tf32: Annotated[bool, "sdpa: GEMMs in TF32, as in NVIDIA's containers; PyTorch's own default is FP32"] = False,
+    pytorch: Annotated[Literal["2.3", "2.8", "2.11"], "whose softmax kernels, in 16 bit"] = "2.11",
     softmax_instructions: Annotated[
-        float | None, "per score element of the softmax kernel; default: PyTorch 2.11, 89 or 58 up to 1024 keys"
+        float | None, "issue slots per score element of the softmax kernel; default: as counted"
     ] = None,
+    launch_us: Annotated[float, "host time per kernel in us; 0: a captured graph. PyTorch eager: about 30"] = 0.0,
 ) -> list[Kernel]:
-    """Standard attention in three kernels (four with a causal mask), bound by the traffic of the score matrix."""
+    """Standard attention in three kernels or more, bound by the traffic of the score matrix."""
     if stages < 2:
         raise ConfigError(f"naive: stages {stages}: a GEMM that loads ahead needs at least 2")
     d, dv = problem.head_dim, problem.head_dim_v
-    deep = 64 if d % 64 == 0 else 32 if d % 32 == 0 else 16
     if d % 16 or dv % 16 or dv > 256:
         raise ConfigError(f"naive: head_dim {d}, head_dim_v {dv}: multiples of 16, head_dim_v up to 256")
-    per_element = softmax_instructions
-    if per_element is None:
-        per_element = sum(SOFTMAX.values()) * (WARP_SHARE if problem.seqlen_k <= WARP_KEYS else 1.0)
-    if per_element <= 0:
-        raise ConfigError(f"naive: softmax_instructions {per_element}: must be positive")
-    wide = 128 if arch.architecture == "ampere" else 256
+    if softmax_instructions is not None and softmax_instructions <= 0:
+        raise ConfigError(f"naive: softmax_instructions {softmax_instructions}: must be positive")
+    if launch_us < 0:
+        raise ConfigError(f"naive: launch_us {launch_us}: must not be negative")
+    if tf32 and (framework != "sdpa" or arch.sm.tma is None):
+        raise ConfigError("naive: tf32 is modelled for framework=sdpa on Hopper and Blackwell")
+    sdpa = framework == "sdpa"
+    kind = _softmax_kind(problem, pytorch, sdpa)
+    counted = sum(kind.mix(problem.seqlen_k).values())
+    per_element = softmax_instructions or counted
+    knobs: dict[str, object] = dict(framework=framework, stages=stages, tf32=tf32, pytorch=pytorch)
+    knobs |= dict(softmax_instructions=per_element, launch_us=launch_us)
+
+    element = 4 if sdpa else 2
+    wide = 128 if arch.architecture == "ampere" or sdpa else 256
+    deep = next(step for step in (64, 32, 16) if d % step == 0 and (step <= STEP or not sdpa))
     masked = "S masked" if problem.causal else "S"
-    first = Gemm("QK", "Q", "K", "S", problem.seqlen_k, d, wide, deep, c_lines=True)
-    second = Gemm("PV", "P", "V", "O", dv, problem.seqlen_k, min(wide, dv), STEP, c_lines=False)
-    kernels = [_gemm(problem, arch, first, stages)]
+    p = "P of rows" if sdpa else "P"
+    first = Gemm("QK", "Q", "K", "S", problem.seqlen_k, d, wide, deep, True, element, tf32)
+    second = Gemm("PV", p, "V", "O", dv, problem.seqlen_k, min(wide, dv), STEP, False, element, tf32)
+    depths = (2, 2) if sdpa and not tf32 else (stages, stages) if sdpa else (stages, 2 * stages)
+
+    def operand(name: str, mix: Mix, tensor: str, read: Access, write: Access, accesses: int = 1) -> Kernel:
+        lines, elements = operand_shape(problem, first, second, tensor)
+        spec = Pass(name, mix, ((*read, accesses),), ((*write, 1),), 18 if mix is STRIDED else 32)
+        return operand_pass(problem, arch, spec, lines, elements, knobs)
+
+    def scores(name: str, mix: Mix, reads: tuple[Access, ...], *writes: Access) -> Kernel:
+        spec = Pass(name, mix, tuple((*read, 1) for read in reads), tuple((*write, 1) for write in writes))
+        return score_pass(problem, arch, spec, knobs)
+
+    kernels: list[Kernel] = []
+    if framework == "pytorch":
+        kernels.append(operand("copy Q", STRIDED, "Q", ("QKV.Q", 2), ("Q", 2)))
+        kernels.append(operand("transpose K", STRIDED, "K", ("QKV.K", 2), ("K", 2), SECTOR_BYTES // 2))
+    if sdpa:  # Q and K are scaled by the root of the softmax scale each
+        for name, target in (("Q", "Q32"), ("K", "K32"), ("V", "V")):
+            kernels.append(operand(f"cast {name}", CAST_STRIDED, name, (f"{name}16", 2), (target, 4)))
+        kernels += [operand(f"scale {name}", SCALE, name, (f"{name}32", 4), (name, 4)) for name in "QK"]
+    kernels.append(gemm(problem, arch, first, depths[0], knobs))
     if problem.causal:
-        kernels.append(_mask(problem, arch))
-    kernels += [_softmax(problem, arch, masked, per_element), _gemm(problem, arch, second, 2 * stages)]
+        mix = {"kernels": MASK, "pytorch": ADD_MASK, "sdpa": FP32_MASK}[framework]
+        mask = () if framework == "kernels" else (("mask", element),)
+        kernels.append(scores("mask", mix, (("S", element), *mask), (masked, element)))
+    kernels.append(softmax(problem, arch, masked, element, kind, per_element / counted, knobs))
+    if framework == "pytorch":
+        kernels.append(operand("copy V", STRIDED, "V", ("QKV.V", 2), ("V", 2)))
+    if sdpa:
+        kernels.append(scores("is infinite", IS_INFINITE, ((masked, 4),), ("infinite", 1)))
+        kernels.append(scores("all", ALL, (("infinite", 1),)))
+        kernels.append(scores("where", WHERE, (("P", 4),), (p, 4)))
+        kernels.append(scores("cast P", CAST, ((p, 4),), ("P16", 2)))
+    kernels.append(gemm(problem, arch, second, depths[1], knobs))
+    if sdpa:
+        kernels.append(operand("cast O", CAST, "O", ("O", 4), ("O16", 2)))
     for kernel in kernels:
-        kernel.knobs |= {"stages": stages, "softmax_instructions": per_element}
+        kernel.launch_us = launch_us * LAUNCHES.get((framework, kernel.name), 1)
     return kernels
 
 
-def _matrix(k: Kernel, name: str, start: str, nbytes: int = LINE_BYTES) -> Tensor:
-    """The score matrix: lines of 128 rows x 32 columns, the same in every kernel."""
-    problem = k.problem
-    lines = problem.batch * problem.heads_q * problem.q_tiles(TILE_M) * problem.kv_tiles(STEP)
-    return k.tensor(name, lines, nbytes, start, 1)
-
-
-# --- GEMM ----------------------------------------------------------------------------------------
-def _gemm(problem: Problem, arch: Arch, g: Gemm, stages: int) -> Kernel:
-    k = Kernel(g.name, problem, arch, {})
-    _gemm_tiles(k, g)
-    steps = -(-g.depth // g.step)
-    a_bytes, b_bytes, c_bytes = 2 * TILE_M * g.step, 2 * g.step * g.tile_n, 2 * TILE_M * g.tile_n
-    a_lines = problem.batch * problem.heads_q * problem.q_tiles(TILE_M) * steps
-    b_lines = problem.batch * problem.heads_kv * -(-g.columns // g.tile_n) * steps
-    a = _matrix(k, g.a, "a") if g.a == "P" else k.tensor(g.a, a_lines, a_bytes, "a", 1)
-    b = k.tensor(g.b, b_lines, b_bytes, "b", 1)
-    c = _matrix(k, g.c, "c") if g.c_lines else k.tensor(g.c, k.tile_count, c_bytes, "c", 1)
-    tma = arch.sm.tma is not None
-    rings = [
-        k.ring(t, n, stages, consumers=2 if arch.architecture == "hopper" else 1)
-        for t, n in ((a, a_bytes), (b, b_bytes))
-    ]
-    if not tma:
-        _ampere(k, g, rings, c, steps, stages)
-        return k
-    k.mode, k.max_ctas_per_sm = "static", 1
-    k.smem("C", c_bytes // 2)  # half a tile at a time
-    with k.role("producer", warps=1, registers=40) as p, p.tiles(), p.loop(steps):
-        for ring in rings:
-            p.load(ring)
-    if arch.architecture == "hopper":
-        _hopper(k, g, rings, c, steps)
-    else:
-        _blackwell(k, g, rings, c, steps)
-    return k
-
-
-def _mainloop(role: Role, g: Gemm, rings: list[Ring], m: int, steps: int) -> None:
-    """One MMA group a stage; a stage is released when the group after it has been issued."""
-
-    def issue() -> None:
-        for ring in rings:
-            role.wait(ring)
-        role.mma(g.name, m=m, n=g.tile_n, k=16, count=g.step // 16)
-
-    issue()
-    with role.loop(steps - 1):
-        issue()
-        role.wait_mma(1)
-        for ring in rings:
-            role.release(ring)
-    role.wait_mma(0)
-    for ring in rings:
-        role.release(ring)
-
-
-def _hopper(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int) -> None:
-    """Two warpgroups of 64 rows each, as cuBLAS' cooperative kernels; math and epilogue take turns."""
-    barrier = k.barrier("epilogue", 2, named=True)
-    with k.role("consumer", warpgroups=2, registers=232) as w, w.tiles():
-        _mainloop(w, g, rings, 64, steps)
-        _convert(w, g, 64 * g.tile_n)
-        w.sync(barrier, label="C complete")
-        with w.only(-1):
-            _store(w, c, g)
-
-
-def _blackwell(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int) -> None:
-    """Two accumulators in tensor memory: the epilogue of a tile runs beside the next tile's MMAs."""
-    k.tmem_columns = 2 * g.tile_n
-    full, empty = k.barrier("accumulator.full", 1, 2), k.barrier("accumulator.empty", 1, 2)
-    with k.role("mma", warps=1, registers=64) as w, w.tiles():
-        w.wait_barrier(empty, reason="empty", ahead=1)
-        _mainloop(w, g, rings, TILE_M, steps)
-        w.arrive(full)
-    with k.role("epilogue", warpgroups=1, registers=168) as w, w.tiles():
-        w.wait_barrier(full, reason="full")
-        w.vector("load C", {"misc": g.tile_n / 32}, tmem_load_bytes=4 * TILE_M * g.tile_n, latency={"tmem": 1})
-        w.arrive(empty)
-        _convert(w, g, TILE_M * g.tile_n)
-        _store(w, c, g)
-
-
-def _ampere(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int, stages: int) -> None:
-    """Four warps of 64 x 64, cp.async into a multistage buffer, one CTA a tile (CUTLASS multistage)."""
-    ahead = min(stages - 1, steps)
-    elements = TILE_M * g.tile_n
-    hmma = elements * g.step / (16 * 8 * 16 * 4)
-    ldsm = (64 + g.tile_n / 2) * g.step * 2 / 512
-
-    def fill(role: Role) -> None:
-        for ring in rings:
-            use = BarrierUse(ring.full.name, ring.full.stages, f"{ring.buffer.name}.load")
-            role.record(Copy(f"load {ring.buffer.name}", ring.tensor.name, ring.copy_bytes, "load", "threads", use))
-
-    def step(role: Role) -> None:
-        for ring in rings:
-            use = BarrierUse(ring.full.name, ring.full.stages, f"{ring.buffer.name}.get")
-            role.record(Wait(f"wait {ring.buffer.name}", use, "memory", named=True))
-        fills = sum(ring.copy_bytes for ring in rings)
-        role.vector(
-            g.name,
-            {"lds": ldsm, "misc": hmma + 8},
-            smem_bytes=4 * 512 * ldsm + fills,
-            mma_sync_flops=2.0 * elements * g.step,
-        )
-
-    with k.role("warps", warps=4, registers=232) as w, w.tiles():
-        for _ in range(ahead):
-            fill(w)
-        with w.loop(steps - ahead, "main loop"):
-            step(w)
-            fill(w)
-        with w.loop(ahead, "drain"):
-            step(w)
-        w.delay("last MMA", k.arch.sm.tensor.mma_sync_latency_cycles)
-        _convert(w, g, elements)
-        _store(w, c, g, "threads")
-
-
-def _convert(w: Role, g: Gemm, elements: float) -> None:
-    """Accumulators to 16 bit and into shared memory (stmatrix: 512 bytes a warp instruction)."""
-    w.vector(
-        "C to SMEM", {"f2fp": elements / 256, "sts": elements / 1024}, smem_bytes=2 * elements, latency={"smem": 1}
-    )
-
-
-def _store(w: Role, c: Tensor, g: Gemm, engine: str = "tma") -> None:
-    with w.loop("c_copies", "store C"):
-        w.copy(f"store {g.c}", c, c.line_bytes, "store", engine)  # type: ignore[arg-type]
-    w.wait_copies("store", f"wait {g.c} store")
-
-
-def _gemm_tiles(k: Kernel, g: Gemm) -> None:
-    """(head, row tile, column tile), columns fastest, and the first line of each operand."""
-    problem = k.problem
-    m_tiles, n_tiles = problem.q_tiles(TILE_M), -(-g.columns // g.tile_n)
-    heads = problem.batch * problem.heads_q
-    head, m, n = (x.ravel() for x in np.mgrid[0:heads, 0:m_tiles, 0:n_tiles])
-    kv_head = head // problem.heads_q * problem.heads_kv + head % problem.heads_q // problem.group
-    steps = -(-g.depth // g.step)
-    row = head * m_tiles + m
-    k.tiles = {"a": row * steps, "b": (kv_head * n_tiles + n) * steps}
-    if g.c_lines:
-        lines, per_tile = problem.kv_tiles(STEP), g.tile_n // STEP
-        k.tiles |= {"c": row * lines + n * per_tile, "c_copies": np.minimum(per_tile, lines - n * per_tile)}
-    else:
-        k.tiles |= {"c": row * n_tiles + n, "c_copies": np.ones_like(row)}
-
-
-# --- element-wise kernels ------------------------------------------------------------------------
-def _row_tiles(k: Kernel, rows: int) -> tuple[int, int]:
-    """One CTA per ``rows`` rows of the matrix: lines it touches, and bytes in each."""
-    problem = k.problem
-    heads = problem.batch * problem.heads_q
-    lines = heads * problem.q_tiles(TILE_M) * problem.kv_tiles(STEP)
-    ctas = -(-heads * problem.seqlen_q // rows)
-    first: npt.NDArray[np.int64] = np.arange(ctas, dtype=np.int64) * lines // ctas
-    k.tiles = {"line": first}
-    copies = max(1, lines // ctas)
-    return copies, 2 * rows * problem.seqlen_k // copies
-
-
-def _softmax(problem: Problem, arch: Arch, source: str, per_element: float) -> Kernel:
-    """PyTorch's softmax: a warp per row up to 1024 keys, else a block of 1024 threads that holds the row."""
-    keys = problem.seqlen_k
-    by_warp = keys <= WARP_KEYS
-    rows = max(4 if by_warp else 1, LINE_BYTES // (2 * keys))
-    k = Kernel("softmax", problem, arch, {})
-    copies, nbytes = _row_tiles(k, rows)
-    scores, out = _matrix(k, source, "line", nbytes), _matrix(k, "P", "line", nbytes)
-    warps = rows if by_warp else 32
-    held = keys / 32 if by_warp else keys / 1024  # elements of a row per thread
-    registers = round(22 + held + (0 if by_warp else held))  # 30 and 37 of the block kernel at 4 and 8: counters
-    sync = arch.sm.sync.syncthreads_base_cycles + 32 * arch.sm.sync.syncthreads_per_warp_cycles
-    mix = scale_mix(SOFTMAX, held * per_element / sum(SOFTMAX.values()))
-    levels = 5 if by_warp else 10  # butterfly of a warp, twice for a block
-    with k.role("warps", warps=warps, registers=registers) as w, w.tiles():
-        for _ in range(copies):
-            w.copy(f"load {source}", scores, nbytes, "load", "threads")
-        w.wait_copies("load", f"wait {source}")
-        with w.loop(1 if by_warp else rows, "rows"):
-            for label, share in (("row max", 0.2), ("exp and sum", 0.4)):
-                w.vector(label, scale_mix(mix, share), latency={"shfl": levels, "alu": levels})
-                if not by_warp:
-                    w.delay("syncthreads", 2 * sync, "barrier")
-            w.vector("normalise", scale_mix(mix, 0.4))
-        for _ in range(copies):
-            w.copy("store P", out, nbytes, "store", "threads")
-        w.wait_copies("store", "drain")
-    return k
-
-
-def _mask(problem: Problem, arch: Arch) -> Kernel:
-    """The causal mask as an element-wise kernel over the whole matrix, out of place."""
-    rows = max(1, LINE_BYTES // (2 * problem.seqlen_k))
-    k = Kernel("mask", problem, arch, {})
-    copies, nbytes = _row_tiles(k, rows)
-    scores, out = _matrix(k, "S", "line", nbytes), _matrix(k, "S masked", "line", nbytes)
-    with k.role("warps", warps=4, registers=32) as w, w.tiles():
-        for _ in range(copies):
-            w.copy("load S", scores, nbytes, "load", "threads")
-        w.wait_copies("load", "wait S")
-        w.vector("mask", scale_mix(MASK, rows * problem.seqlen_k / 128))
-        for _ in range(copies):
-            w.copy("store S", out, nbytes, "store", "threads")
-        w.wait_copies("store", "drain")
-    return k
+def _softmax_kind(problem: Problem, pytorch: str, sdpa: bool) -> Softmax:
+    """The softmax kernels of a version of PyTorch. In FP32 a warp's longest row is 1024, and the block kernel alike."""
+    warp, share = VERSIONS["2.8" if sdpa else pytorch]
+    block = scale_mix(BLOCK["fp16" if sdpa else problem.dtype], share)
+    if not problem.causal:
+        return Softmax(warp, block)
+    return Softmax({keys: add_mixes(mix, UNDER_MASK) for keys, mix in warp.items()}, add_mixes(block, UNDER_MASK))

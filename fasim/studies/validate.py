@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 ALIASES: dict[str, tuple[str, dict[str, object]]] = {
     "fa4sm90": ("fa4", {}),
     "fa3split": ("fa3", {"splits": 0}),
+    "eager": ("naive", {"framework": "pytorch"}),
+    "math": ("naive", {"framework": "sdpa"}),
 }
 
 REQUIRED = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q", "heads_q", "head_dim")
