@@ -71,8 +71,9 @@ def named_barriers(kernel: Kernel) -> int:
 def verify(kernel: Kernel) -> None:
     """Check every structural rule; the first violation is raised.
 
-    Raises :class:`BudgetError` for SMEM, TMEM, registers, threads and named barriers, :class:`ModelError` for a
-    barrier without arrivals or waits, an unknown name, or a tile table that does not fit the grid.
+    Raises :class:`BudgetError` for SMEM, TMEM and its regions, registers, threads and named barriers,
+    :class:`ModelError` for a barrier without arrivals or waits, an unknown name, or a tile table that does not fit
+    the grid.
     """
     _budgets(kernel)
     _tiles(kernel)
@@ -128,6 +129,13 @@ def _budgets(kernel: Kernel) -> None:
             raise BudgetError(
                 f"{kernel.name} on {arch.name}: {kernel.tmem_columns} TMEM columns exceed {sm.tmem.columns}"
             )
+        for region in kernel.regions:
+            end = region.first + region.columns * region.stages
+            if end > kernel.tmem_columns:
+                raise BudgetError(
+                    f"{kernel.name}: region '{region.name}' of tensor memory ends at column {end}, "
+                    f"the kernel allocates {kernel.tmem_columns}"
+                )
 
 
 def _tiles(kernel: Kernel) -> None:

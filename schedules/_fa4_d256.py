@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from fasim.effects import Matmul, Rescale, Smem, Store
 from fasim.schedule import Kernel, Ring, Role, Tensor
 
+from ._fa4_grid import Layouts
 from ._fa4_parts import (
     RESCALE_WAITS,
-    ROWS,
-    Config,
     Operands,
-    Tile,
     commit,
     leader,
     load,
     mma,
     normalise,
     operands,
+    read_scale,
+    read_sum,
     rescale,
     setup,
     softmax_role,
-    tile_barriers,
 )
+from ._fa4_tile import ROWS, WHOLE, Config, Share, Tile, query_tile
+
+#: Halves of the columns of Q and K, or V and O, in the order of their copies.
+HALVES: tuple[Share, Share] = ((0.5, 1.0), (0.0, 0.5))
 
 
-def d256_kernel(k: Kernel, c: Config) -> Kernel:
+def d256_kernel(k: Kernel, c: Config, layouts: Layouts) -> Kernel:
     """One tile of 128 rows a CTA; K and V in halves of 128 columns; QK one block ahead of PV.
 
     O is rescaled in every block, and the correction waits for the last PV itself: with QK ahead, S being complete no
     longer says so. The correction has twice the registers of the other kernel's, so it waits half as often.
     """
-    q_ring, kv_ring, k_tensor, v_tensor = operands(k, c, c.size(ROWS * 128 // c.ctas), 4, halves=2)
+    q_ring, kv_ring, k_tensor, v_tensor = operands(k, c, layouts, c.size(ROWS * 128 // c.ctas), 4, halves=2)
     k.tmem_columns = 512  # S in 0-127 and 128-255, O above
-    tile = tile_barriers(k, c, stages=2)
+    tile = query_tile(k, c, stages=2)
     o_bytes = 2 * ROWS * c.dv
-    o_tensor = k.tensor("O", k.tile_count, o_bytes, "q", 1)
+    o_tensor = k.tensor("O", k.tile_count, o_bytes, "q", 1, layouts.o)
+    rescale_o = tuple(Rescale(tile.o(half)) for half in HALVES) if c.softmax else ()
 
     with k.role("load", warps=1, registers=32) as r:
         setup(r)
@@ -63,16 +68,16 @@ def d256_kernel(k: Kernel, c: Config) -> Kernel:
             r.arrive(tile.read)
             r.arrive(tile.ready, scope=c.scope)
             with r.loop("steps"):
-                r.wait_barrier(tile.stats)
+                r.wait_barrier(tile.stats, effects=read_scale(c, tile))
                 r.arrive(tile.read)
                 r.wait_barrier(tile.output, reason="full", label="wait PV")
-                rescale(r, c, RESCALE_WAITS / 2)
+                rescale(r, c, RESCALE_WAITS / 2, rescale_o)
                 r.arrive(tile.ready, scope=c.scope)
-            r.wait_barrier(tile.stats)
+            r.wait_barrier(tile.stats, effects=read_sum(c, tile))
             r.arrive(tile.read)
             r.wait_barrier(tile.output, reason="full", label="wait O")
-            normalise(r, c, {"stg": c.dv / 2})
-            r.copy("store O", o_tensor, o_bytes, "store", engine="threads")
+            normalise(r, c, tile, {"stg": c.dv / 2})
+            r.copy("store O", o_tensor, o_bytes, "store", engine="threads", effects=(Store("O"),))
             r.wait_copies("store")
     return k
 
@@ -84,16 +89,18 @@ def _load_halves(r: Role, ring: Ring, tensor: Tensor) -> None:
 
 def _qk_halves(r: Role, c: Config, tile: Tile, ring: Ring, wait: Operands) -> None:
     """S over both halves of the head dimension."""
-    for done in (None, tile.scores):
+    for half, done in zip(HALVES, (None, tile.scores), strict=True):
         wait(ring)
-        mma(r, c, "QK", c.n, c.d // 2 // c.depth, done)
+        scores = Matmul(tile.next_s, tile.q(half), Smem("KV"), transposed=True, add=half != HALVES[0])
+        mma(r, c, "QK", c.n, c.d // 2 // c.depth, done, (scores,))
         commit(r, c, ring.empty)
 
 
 def _pv_halves(r: Role, c: Config, tile: Tile, ring: Ring, wait: Operands) -> None:
     """Both halves of the columns of O."""
     r.wait_barrier(tile.ready, reason="full")
-    for done in (None, tile.output):
+    for half, done in zip(HALVES, (None, tile.output), strict=True):
         wait(ring)
-        mma(r, c, "PV", c.dv // 2, c.n // c.depth, done)
+        output = Matmul(tile.o(half), tile.ready_p(WHOLE), Smem("KV"), add=True)
+        mma(r, c, "PV", c.dv // 2, c.n // c.depth, done, (output,))
         commit(r, c, ring.empty)

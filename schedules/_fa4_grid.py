@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fasim.effects import Layout, Region
 from fasim.problem import Problem
 from fasim.schedule import GridMode, Kernel
+
+IntArray = npt.NDArray[np.int64]
 
 Order = Literal["static", "lpt", "clc", "single"]
 
@@ -21,8 +24,17 @@ MODES: dict[Order, GridMode] = {"static": "static", "lpt": "single", "clc": "dyn
 L2_SECTION_BYTES = 50e6
 
 
-def grid(k: Kernel, rows: int, n: int, order: Order, packed: bool, tiles_per_cta: int = 1, halves: int = 1) -> None:
-    """Fill the tile table: a row per CTA and work tile.
+class Layouts(NamedTuple):
+    """What the memory lines of Q, K, V and O hold."""
+
+    q: Layout
+    k: Layout
+    v: Layout
+    o: Layout
+
+
+def grid(k: Kernel, rows: int, n: int, order: Order, packed: bool, tiles_per_cta: int = 1, halves: int = 1) -> Layouts:
+    """Fill the tile table, a row per CTA and work tile; returns what the lines hold that it names.
 
     ``rows`` query rows per cluster tile, ``n`` keys per block; ``packed``: the query heads of a group lie side by
     side in a tile. Columns: ``lead`` and ``follow`` (first CTA of the cluster or not), ``steps`` (key blocks after
@@ -62,6 +74,59 @@ def grid(k: Kernel, rows: int, n: int, order: Order, packed: bool, tiles_per_cta
         "q": np.arange(len(rank)) * tiles_per_cta,
         "kv": ((kv_head * kv_blocks + total - 1) * halves + halves - 1) * ctas + rank,
     }
+    q, o = (
+        _query_layout(k, rows, head, block, group, tiles_per_cta, columns)
+        for columns in (problem.head_dim, problem.head_dim_v)
+    )
+    return Layouts(q, _key_layout(k, n, halves), _value_layout(k, n, halves), o)
+
+
+def _query_layout(
+    k: Kernel, rows: int, head: IntArray, block: IntArray, group: int, tiles_per_cta: int, columns: int
+) -> Layout:
+    """A query tile a line. The CTAs of a cluster share an MMA's rows; the heads of a packed group take turns."""
+    problem, ctas = k.problem, k.cluster
+    size = rows // (tiles_per_cta * ctas)
+
+    def region(line: int, tile: int) -> Region:
+        cta, number = divmod(line, tiles_per_cta)
+        cluster, rank = divmod(cta, ctas)
+        row = block[cluster] * rows + (number * ctas + rank) * size + np.arange(size, dtype=np.int64)
+        query = (head[cluster] * group + row % group) * problem.seqlen_q + row // group
+        return Region(np.where(row < problem.seqlen_q * group, query, -1))
+
+    return Layout(problem.batch * problem.heads_q * problem.seqlen_q, columns, region)
+
+
+def _key_layout(k: Kernel, n: int, halves: int) -> Layout:
+    """``halves`` of K's columns for each block; each CTA of a cluster loads its share of the rows."""
+    problem, rows, width = k.problem, n // k.cluster, k.problem.head_dim // halves
+
+    def region(line: int, tile: int) -> Region:
+        line, rank = divmod(line, k.cluster)
+        block, half = divmod(line, halves)
+        return Region(_key_rows(problem, n, block)[rank * rows :][:rows], slice(half * width, (half + 1) * width))
+
+    return Layout(problem.batch * problem.heads_kv * problem.seqlen_k, problem.head_dim, region)
+
+
+def _value_layout(k: Kernel, n: int, halves: int) -> Layout:
+    """``halves`` of V's columns for each block; each CTA of a cluster loads its share of them."""
+    problem, parts = k.problem, halves * k.cluster
+    width = problem.head_dim_v // parts
+
+    def region(line: int, tile: int) -> Region:
+        block, part = divmod(line, parts)
+        return Region(_key_rows(problem, n, block), slice(part * width, (part + 1) * width))
+
+    return Layout(problem.batch * problem.heads_kv * problem.seqlen_k, problem.head_dim_v, region)
+
+
+def _key_rows(problem: Problem, n: int, block: int) -> IntArray:
+    """Rows of a block of ``n`` keys, numbered through all heads; -1 beyond the last key."""
+    head, block = divmod(block, -(-problem.seqlen_k // n))
+    row = block * n + np.arange(n, dtype=np.int64)
+    return np.where(row < problem.seqlen_k, head * problem.seqlen_k + row, -1)
 
 
 def _blocks(problem: Problem, n: int, first: int, last: int) -> tuple[int, int]:

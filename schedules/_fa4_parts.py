@@ -1,16 +1,33 @@
-"""Parts of FlashAttention-4's Blackwell kernels: configuration, barriers, rings, and what the roles do per block."""
+"""Parts of FlashAttention-4's Blackwell kernels: rings, and what the roles do per block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
+from fasim.effects import (
+    Effect,
+    Load,
+    Mask,
+    Move,
+    Normalise,
+    Probabilities,
+    Register,
+    Rescale,
+    Round,
+    RowMax,
+    RowSum,
+    Smem,
+    Store,
+)
+from fasim.numerics import Exp2
 from fasim.ops import BarrierUse, Copy, Wait, add_mixes
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
-ROWS = 128  # query rows of a softmax warpgroup: one a thread, one a lane of tensor memory
+from ._fa4_grid import Layouts
+from ._fa4_tile import ROWS, Config, Tile
+
 FRAGMENT = 32  # columns of S that are converted and stored together
 
 #: Before a CTA's first copy: barriers, TMEM allocation, cluster synchronisation. 335 ns at 1845 MHz in the public notes
@@ -29,83 +46,25 @@ SLOTS_PER_MMA = 6.3
 RESCALE_WAITS = 3.75
 
 Operands = Callable[[Ring], None]  # how the MMA role waits for the next stage of a ring
+Effects = tuple[Effect, ...]
 
 
-@dataclass(frozen=True)
-class Config:
-    """Resolved knobs of a Blackwell kernel and what follows from them."""
-
-    d: int
-    dv: int
-    n: int  # keys per block
-    dtype: str
-    bits: int
-    queries: int  # query tiles of 128 rows per CTA
-    ctas: int  # that share MMAs
-    registers: tuple[int, int]  # softmax, correction
-    emulated: tuple[int, ...]  # pairs of emulated exponentials per fragment
-    early: int  # fragments of P released first
-    hardware_max: bool
-    softmax: bool
-    tmem: bool
-    grouped: bool
-    fill_share: float  # of the shared-memory port
-
-    @property
-    def depth(self) -> int:
-        """K of one MMA instruction: 256 bits of operand."""
-        return 256 // self.bits
-
-    @property
-    def scope(self) -> Literal["cta", "leader"]:
-        """Where the MMA role waits for the other roles."""
-        return "leader" if self.ctas > 1 else "cta"
-
-    def size(self, elements: int) -> int:
-        """Bytes of operand elements."""
-        return elements * self.bits // 8
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Barriers of one query tile."""
-
-    scores: Barrier  # S complete: MMA -> softmax
-    ready: Barrier  # first part of P written, O rescaled: softmax, correction -> MMA
-    last: Barrier  # rest of P written: softmax -> MMA
-    stats: Barrier  # scale of O in shared memory: softmax -> correction
-    read: Barrier  # and read: correction -> softmax
-    output: Barrier  # PV complete: MMA -> correction
-    staged: Barrier  # O in shared memory: correction -> epilogue
-    stored: Barrier  # O stored: epilogue -> correction
-
-
-def tile_barriers(k: Kernel, c: Config, suffix: str = "", stages: int = 1) -> Tile:
-    """Barriers of a query tile whose S has ``stages`` buffers."""
-    return Tile(
-        scores=k.barrier(f"S{suffix}.full", 1, stages),
-        ready=k.barrier(f"P{suffix}.ready", c.ctas * (2 if c.tmem else 1), stages),
-        last=k.barrier(f"P{suffix}.last", c.ctas),
-        stats=k.barrier(f"scale{suffix}.full", 1, named=True),
-        read=k.barrier(f"scale{suffix}.empty", 1),
-        output=k.barrier(f"O{suffix}.full", 1),
-        staged=k.barrier(f"O{suffix}.staged", 1),
-        stored=k.barrier(f"O{suffix}.stored", 1),
-    )
-
-
-def operands(k: Kernel, c: Config, stage_bytes: int, stages: int, halves: int = 1) -> tuple[Ring, Ring, Tensor, Tensor]:
+def operands(
+    k: Kernel, c: Config, layouts: Layouts, stage_bytes: int, stages: int, halves: int = 1
+) -> tuple[Ring, Ring, Tensor, Tensor]:
     """Rings of Q and of K and V together, tensors of K and V; a CTA of a pair loads half of every block.
 
     ``halves``: copies per block.
     """
     problem = k.problem
     q_bytes = c.size(ROWS * c.d)
-    q_ring = k.ring(k.tensor("Q", k.tile_count * c.queries, q_bytes, "q", 1), q_bytes, c.queries, consumers=1)
+    q_tensor = k.tensor("Q", k.tile_count * c.queries, q_bytes, "q", 1, layouts.q)
+    q_ring = k.ring(q_tensor, q_bytes, c.queries, consumers=1)
     parts = c.ctas * halves
     lines = problem.batch * problem.heads_kv * -(-problem.seqlen_k // c.n) * parts
     k_tensor, v_tensor = (
-        k.tensor(name, lines, c.size(c.n * width // parts), "kv", -c.ctas) for name, width in (("K", c.d), ("V", c.dv))
+        k.tensor(name, lines, c.size(c.n * width // parts), "kv", -c.ctas, layout)
+        for name, width, layout in (("K", c.d, layouts.k), ("V", c.dv, layouts.v))
     )
     kv_ring = k.ring(replace(k_tensor, name="KV"), stage_bytes, stages, consumers=1)
     return q_ring, kv_ring, k_tensor, v_tensor
@@ -122,7 +81,10 @@ def load(r: Role, ring: Ring, tensor: Tensor) -> None:
     r.record(Wait(f"wait {name} empty", BarrierUse(ring.empty.name, ring.empty.stages, f"{name}.put", 1), "empty"))
     full = BarrierUse(ring.full.name, ring.full.stages, f"{name}.load")
     boxes = -(-tensor.line_bytes // 2**14)
-    r.record(Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", bar=full, boxes=boxes))
+    effects = (Load(Smem(name)),)
+    r.record(
+        Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", bar=full, boxes=boxes, effects=effects)
+    )
 
 
 # --- MMA ------------------------------------------------------------------------------------------------------------
@@ -159,12 +121,12 @@ def leader(k: Kernel, r: Role, c: Config, q_ring: Ring, kv_ring: Ring, halves: i
             relay(kv_ring, 2 * halves)
 
 
-def mma(r: Role, c: Config, label: str, n: int, count: int, done: Barrier | None = None) -> None:
+def mma(r: Role, c: Config, label: str, n: int, count: int, done: Barrier | None = None, effects: Effects = ()) -> None:
     """``count`` MMAs of all query rows; PV takes P from where the softmax left it. ``done``: commit."""
     a = "smem" if label != "PV" else "tmem" if c.tmem else "register"
     bar = BarrierUse(done.name, done.stages, f"{done.name}.commit") if done else None
     options = dict(a=a, dtype=c.dtype, two_cta=c.ctas > 1, bar=bar, slots=SLOTS_PER_MMA, fill_share=c.fill_share)
-    r.mma(label, m=ROWS * c.ctas, n=n, k=c.depth, count=count, **options)
+    r.mma(label, m=ROWS * c.ctas, n=n, k=c.depth, count=count, effects=effects, **options)
 
 
 def commit(r: Role, c: Config, done: Barrier) -> None:
@@ -185,7 +147,8 @@ def softmax_role(r: Role, c: Config, tile: Tile) -> None:
             with r.loop(trips):
                 _softmax_step(r, c, tile, masked)
         if c.tmem:
-            r.vector("publish sum", {"sts": 2, "misc": 10}, smem_bytes=8 * ROWS)
+            sums = (Move("l", tile.scale), Move("m", tile.row_max)) if c.softmax else ()
+            r.vector("publish sum", {"sts": 2, "misc": 10}, smem_bytes=8 * ROWS, effects=sums)
             r.arrive(tile.stats)
             r.wait_barrier(tile.read, reason="empty")
         else:
@@ -195,24 +158,27 @@ def softmax_role(r: Role, c: Config, tile: Tile) -> None:
 
 def _softmax_step(r: Role, c: Config, tile: Tile, masked: bool) -> None:
     """One block: row maximum, P in fragments with the scale of O published meanwhile, then the row sum."""
-    r.wait_barrier(tile.scores, reason="full", label="wait S")
+    scores = (Move(tile.s, "S"),)
+    r.wait_barrier(tile.scores, reason="full", label="wait S", effects=() if c.tmem else scores)
     if c.tmem:
-        r.vector("load S", {"misc": 4}, tmem_load_bytes=4 * ROWS * c.n, latency={"tmem": 1})
+        r.vector("load S", {"misc": 4}, tmem_load_bytes=4 * ROWS * c.n, latency={"tmem": 1}, effects=scores)
     if c.softmax:
         if masked:
-            r.vector("mask", {"alu": 1.35 * c.n})  # FSEL per element, R2P per 8, LOP3
+            r.vector("mask", {"alu": 1.35 * c.n}, effects=(Mask("S"),))  # FSEL per element, R2P per 8, LOP3
         comparisons = 4 if c.hardware_max and not masked else c.n / 2 + 4  # three-input FMNMX
-        r.vector("row max", {"fmnmx": comparisons, "ffma": 2, "alu": 9}, latency={"fma": 1, "alu": 2})
-        r.vector("scale of O", {"ffma": 3, "ex2": 1, "alu": 4, "sts": 1}, smem_bytes=4 * ROWS if c.tmem else 0)
+        mix = {"fmnmx": comparisons, "ffma": 2, "alu": 9}
+        r.vector("row max", mix, latency={"fma": 1, "alu": 2}, effects=(RowMax("S", threshold=c.threshold),))
+        mix, publish = {"ffma": 3, "ex2": 1, "alu": 4, "sts": 1}, (Move("alpha", tile.scale),)
+        r.vector("scale of O", mix, smem_bytes=4 * ROWS if c.tmem else 0, effects=publish if c.tmem else ())
     if c.tmem:
         r.arrive(tile.stats)
     else:
-        r.vector("rescale O", {"ffma2": c.dv / 2})
+        r.vector("rescale O", {"ffma2": c.dv / 2}, effects=(Rescale(tile.o()),) if c.softmax else ())
     _probabilities(r, c, tile)
     if c.tmem:
         r.wait_barrier(tile.read, reason="empty")
     if c.softmax:
-        r.vector("row sum", {"ffma2": c.n / 2, "misc": 24})
+        r.vector("row sum", {"ffma2": c.n / 2, "misc": 24}, effects=(RowSum("E"),))
 
 
 def _probabilities(r: Role, c: Config, tile: Tile) -> None:
@@ -232,12 +198,17 @@ def _probabilities(r: Role, c: Config, tile: Tile) -> None:
         if part in (c.early - 1, last):
             latency = {"fma": 6, "alu": 3} if pairs else {"ex2": 1, "alu": 1}  # the polynomial, or EX2, then F2FP
             latency["tmem_store"] = 1 if c.tmem else 0
+        columns = (part / (last + 1), (part + 1) / (last + 1))
+        s, e = Register("S", share=columns), Register("E", share=columns)
+        power = Probabilities(s, e, method=Exp2(2 * pairs / FRAGMENT)) if c.softmax else Move(s, e)
+        write = Round(e, tile.p(columns), c.formats[0])
         store = c.size(ROWS * FRAGMENT) if c.tmem else 0
         if c.bits == 8:
-            r.vector("exp", exp)
-            r.vector("P", convert, tmem_store_bytes=store, latency=latency)
+            r.vector("exp", exp, effects=(power,))
+            r.vector("P", convert, tmem_store_bytes=store, latency=latency, effects=(write,))
         else:
-            r.vector("exp, P", add_mixes(exp, convert), tmem_store_bytes=store, latency=latency)
+            mix = add_mixes(exp, convert)
+            r.vector("exp, P", mix, tmem_store_bytes=store, latency=latency, effects=(power, write))
         if part == c.early - 1:
             r.arrive(tile.ready, scope=c.scope)
         elif part == last:
@@ -247,25 +218,40 @@ def _probabilities(r: Role, c: Config, tile: Tile) -> None:
 # --- correction -----------------------------------------------------------------------------------------------------
 
 
-def rescale(r: Role, c: Config, waits: float = RESCALE_WAITS) -> None:
+def read_scale(c: Config, tile: Tile) -> Effects:
+    """What the softmax published in a block."""
+    return (Move(tile.scale, "alpha"),) if c.softmax else ()
+
+
+def read_sum(c: Config, tile: Tile) -> Effects:
+    """What the softmax published after the last block."""
+    return (Move(tile.scale, "l"), Move(tile.row_max, "m")) if c.softmax else ()
+
+
+def rescale(r: Role, c: Config, waits: float = RESCALE_WAITS, effects: Effects = ()) -> None:
     """O of one query tile through registers; ``waits`` exposed load latencies."""
     nbytes = 4 * ROWS * c.dv
     mix = {"ffma2": c.dv / 2, "misc": c.dv / 8}
     latency = {"tmem": waits, "tmem_store": 1}
-    r.vector("rescale O", mix, tmem_load_bytes=nbytes, tmem_store_bytes=nbytes, latency=latency)
+    r.vector("rescale O", mix, tmem_load_bytes=nbytes, tmem_store_bytes=nbytes, latency=latency, effects=effects)
 
 
-def normalise(r: Role, c: Config, store: dict[str, float], smem_bytes: int = 0) -> None:
+def normalise(r: Role, c: Config, tile: Tile, store: dict[str, float], smem_bytes: int = 0) -> None:
     """1/l and O to 16 bit: 300 instructions of a tile at d_v 128, ``store`` among them."""
+    divide = (Normalise("O"), Store("lse", "O", array="LSE", line=tile.index)) if c.softmax else ()
+    effects: Effects = (Move(tile.o(), "O"), *divide, Round("O", "O", c.formats[1]))
+    if smem_bytes:
+        effects += (Move("O", tile.staged_o),)
     r.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
     mix = {"ffma2": c.dv / 2, "f2fp": c.dv / 2, "mufu": 2, "stg": 1, "misc": 1.2 * c.dv}
     latency = {"tmem": RESCALE_WAITS if c.tmem else 0, "smem": 1, "ex2": 2}
     nbytes = 4 * ROWS * c.dv if c.tmem else 0
-    r.vector("normalise O", add_mixes(mix, store), tmem_load_bytes=nbytes, smem_bytes=smem_bytes, latency=latency)
+    mix = add_mixes(mix, store)
+    r.vector("normalise O", mix, tmem_load_bytes=nbytes, smem_bytes=smem_bytes, latency=latency, effects=effects)
 
 
 def store_output(r: Role, c: Config, tile: Tile) -> None:
     """O to shared memory for the epilogue role."""
     r.wait_barrier(tile.stored, reason="empty", ahead=1)
-    normalise(r, c, {"sts": c.dv / 8}, smem_bytes=2 * ROWS * c.dv)
+    normalise(r, c, tile, {"sts": c.dv / 8}, smem_bytes=2 * ROWS * c.dv)
     r.arrive(tile.staged)

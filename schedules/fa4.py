@@ -19,30 +19,30 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
+from fasim.effects import Matmul, Rescale, Smem, Store
 from fasim.errors import ConfigError
 from fasim.library import schedule
 from fasim.problem import Problem
 from fasim.schedule import Kernel, Ring, Role
 
 from ._fa4_d256 import d256_kernel
-from ._fa4_grid import Order, grid, rescales
+from ._fa4_grid import Layouts, Order, grid, rescales
 from ._fa4_hopper import hopper_kernel
 from ._fa4_parts import (
     FRAGMENT,
-    ROWS,
-    Config,
-    Tile,
     commit,
     leader,
     load,
     mma,
     operands,
+    read_scale,
+    read_sum,
     rescale,
     setup,
     softmax_role,
     store_output,
-    tile_barriers,
 )
+from ._fa4_tile import ROWS, Config, Tile, query_tile
 
 SMEM_BYTES = 224 * 1024  # for Q, K, V and O; barriers and scales of O have the rest
 
@@ -149,6 +149,11 @@ def fa4(
     n = 128 if tmem else 64  # 128 columns of S beside 128 of O do not fit a thread's registers
     parts = n // FRAGMENT
     fills = problem.element_bytes * n * (d + dv) / (2 if pair else 1)
+    conditional = conditional_rescale and not big
+    narrow = problem.bits < 16
+    if narrow and rescale_threshold is None and rescale_rate is None:
+        rescale_rate = NARROW_RESCALE_RATE
+    threshold = (0.0 if narrow else 8.0) if rescale_threshold is None else rescale_threshold
     c = Config(
         d=d,
         dv=dv,
@@ -158,6 +163,7 @@ def fa4(
         queries=queries,
         ctas=2 if pair else 1,
         registers=(table.softmax, table.correction) if tmem else (n + dv + n // 2 + 16, 0),
+        threshold=threshold if conditional else 0.0,
         emulated=_emulated(parts, frequency, residue, start) if emulate else (0,) * parts,
         early=parts if big or not tmem else min(parts, max(1, round(early_p * parts))),
         hardware_max=arch.compute_capability == "10.3" if hardware_row_max is None else hardware_row_max,
@@ -166,11 +172,6 @@ def fa4(
         grouped=mma_order == "grouped",
         fill_share=fills / (fills + arch.sm.smem.bytes_per_cycle * LOOP_CYCLES * n / 128),
     )
-    conditional = conditional_rescale and not big
-    narrow = problem.bits < 16
-    if narrow and rescale_threshold is None and rescale_rate is None:
-        rescale_rate = NARROW_RESCALE_RATE
-    threshold = (0.0 if narrow else 8.0) if rescale_threshold is None else rescale_threshold
     order: Order = "single" if big else scheduler or ("lpt" if problem.causal else "static")
     knobs: dict[str, object] = dict(exp2_emulation=emulate, emulation_frequency=frequency, emulation_residue=residue)
     knobs |= dict(emulation_start=start, conditional_rescale=conditional, rescale_threshold=threshold)
@@ -178,9 +179,11 @@ def fa4(
     knobs |= dict(early_p=c.early / parts, hardware_row_max=c.hardware_max, mma_order=mma_order, scheduler=order)
     knobs |= dict(pack_gqa=packed, softmax=softmax)
     k = Kernel("fa4", problem, arch, knobs, cluster=c.ctas, max_ctas_per_sm=1, launch_registers=128)
-    grid(k, ROWS * queries * c.ctas, n, order, packed, queries, halves=2 if big else 1)
+    if not softmax:
+        k.not_attention = "softmax=off leaves maximum, exponential and sum out"
+    layouts = grid(k, ROWS * queries * c.ctas, n, order, packed, queries, halves=2 if big else 1)
     rescales(k, n, ROWS * c.ctas, conditional, threshold, rescale_rate)
-    return d256_kernel(k, c) if big else _kernel(k, c)
+    return d256_kernel(k, c, layouts) if big else _kernel(k, c, layouts)
 
 
 def _tuning(problem: Problem, pair: bool, packed: bool, slow_exp2: bool) -> Tuning:
@@ -208,20 +211,19 @@ def _emulated(parts: int, frequency: int, residue: int, start: int) -> tuple[int
     return tuple(pairs if start <= part < parts - 1 else 0 for part in range(parts))
 
 
-def _kernel(k: Kernel, c: Config) -> Kernel:
+def _kernel(k: Kernel, c: Config, layouts: Layouts) -> Kernel:
     """The kernel of head dims up to 128 and (192, 128)."""
     o_bytes = 2 * ROWS * c.dv
     alias = c.d > 128  # O reuses the space of Q
     room = SMEM_BYTES - c.queries * (c.size(ROWS * c.d) + (0 if alias else o_bytes))
     stage = c.size(c.n * max(c.d, c.dv) // c.ctas)
     stages = max(3, room // stage)  # (192, 128) without pairs fits three of the two sizes in turn
-    q_ring, kv_ring, k_tensor, v_tensor = operands(k, c, min(stage, room // stages), stages)
+    q_ring, kv_ring, k_tensor, v_tensor = operands(k, c, layouts, min(stage, room // stages), stages)
     k.smem("O", c.queries * o_bytes, aliases="Q" if alias else None)
-    k.smem("scales", 2 * ROWS * 2 * 4)
-    o_tensor = k.tensor("O", k.tile_count * c.queries, o_bytes, "q", 1)
+    o_tensor = k.tensor("O", k.tile_count * c.queries, o_bytes, "q", 1, layouts.o)
     if c.tmem:
         k.tmem_columns = 512  # S0, S1, O0, O1; the kernel allocates all
-    tiles = [tile_barriers(k, c, str(i)) for i in range(c.queries)]
+    tiles = [query_tile(k, c, i, str(i)) for i in range(c.queries)]
     others = 512 - 2 * c.registers[0] - c.registers[1]
 
     with k.role("load", warps=1, registers=others) as r:
@@ -249,7 +251,7 @@ def _kernel(k: Kernel, c: Config) -> Kernel:
         with r.tiles():
             for tile in tiles:
                 r.wait_barrier(tile.staged, reason="full", label="wait O")
-                r.copy("store O", o_tensor, o_bytes, "store", boxes=-(-c.dv // 64))
+                r.copy("store O", o_tensor, o_bytes, "store", boxes=-(-c.dv // 64), effects=(Store(tile.staged_o),))
             r.wait_copies("store", "wait O store")
             for tile in tiles:
                 r.arrive(tile.stored)
@@ -268,7 +270,7 @@ def _mma_role(k: Kernel, r: Role, c: Config, tiles: list[Tile], q_ring: Ring, kv
         with r.loop("steps"):
             wait(kv_ring)
             for tile in tiles:
-                _pv(r, c, tile)
+                _pv(r, c, tile, v_is_last=tile is tiles[0] or c.grouped)
                 if not c.grouped:
                     if tile is tiles[-1]:
                         commit(r, c, kv_ring.empty)
@@ -291,19 +293,22 @@ def _mma_role(k: Kernel, r: Role, c: Config, tiles: list[Tile], q_ring: Ring, kv
 
 
 def _qk(r: Role, c: Config, tile: Tile) -> None:
-    mma(r, c, "QK", c.n, -(-c.d // c.depth), tile.scores)
+    scores = Matmul(tile.next_s, tile.q(), Smem("KV"), transposed=True)
+    mma(r, c, "QK", c.n, -(-c.d // c.depth), tile.scores, (scores,))
 
 
-def _pv(r: Role, c: Config, tile: Tile) -> None:
-    """O += P V in two parts, as P arrives."""
+def _pv(r: Role, c: Config, tile: Tile, v_is_last: bool = True) -> None:
+    """O += P V in two parts, as P arrives. ``v_is_last``: K of the next block was not waited for yet."""
     count, parts = c.n // c.depth, len(c.emulated)
     early = count * c.early // parts
+    v = Smem("KV", back=0 if v_is_last else 1)
+    first, rest = (Matmul(tile.o(), tile.ready_p(x), v, add=True) for x in ((0, early / count), (early / count, 1)))
     r.wait_barrier(tile.ready, reason="full")
     if early:
-        mma(r, c, "PV", c.dv, early)
+        mma(r, c, "PV", c.dv, early, effects=(first,))
     if c.early < parts:
         r.wait_barrier(tile.last, reason="full")
-        mma(r, c, "PV", c.dv, count - early)
+        mma(r, c, "PV", c.dv, count - early, effects=(rest,))
 
 
 def _correction_role(r: Role, c: Config, tiles: list[Tile]) -> None:
@@ -319,7 +324,10 @@ def _correction_role(r: Role, c: Config, tiles: list[Tile]) -> None:
             with r.loop(trips):
                 for tile, other in zip(tiles, reversed(tiles), strict=True):
                     r.wait_barrier(tile.stats)
-                    r.vector("vote", {"lds": 1, "alu": 3, "misc": 4}, latency={"smem": 1, "alu": 2})
+                    # Trips are an estimate, for time; which rows are rescaled in truth, their numbers decide.
+                    corrected = (*read_scale(c, tile), Rescale(tile.o())) if c.softmax else ()
+                    mix = {"lds": 1, "alu": 3, "misc": 4}
+                    r.vector("vote", mix, latency={"smem": 1, "alu": 2}, effects=corrected)
                     if needed:
                         rescale(r, c)
                     r.arrive(tile.ready, scope=c.scope)
@@ -327,7 +335,7 @@ def _correction_role(r: Role, c: Config, tiles: list[Tile]) -> None:
         if len(tiles) > 1:
             r.arrive(tiles[1].read)
         for tile in tiles:
-            r.wait_barrier(tile.stats)
+            r.wait_barrier(tile.stats, effects=read_sum(c, tile))
             r.arrive(tile.read)
             r.wait_barrier(tile.output, reason="full", label="wait O")
             store_output(r, c, tile)
