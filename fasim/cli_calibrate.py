@@ -16,7 +16,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "calibrate": (
         "fasim calibrate validation/data/h200_microbench.json --arch h200",
         "fasim calibrate results.json --arch h200 -o my_h200.toml",
-        "fasim calibrate --fit-kernels validation/data/h200_timing.csv --arch h100 -o my_h100.toml",
         "fasim calibrate --fit-kernels validation/data/h200_timing.csv --arch h100 --cross-validate 3",
     ),
 }

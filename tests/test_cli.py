@@ -167,7 +167,15 @@ def test_examples_run(line, tmp_path):
     data = tmp_path / "validation" / "data"
     data.mkdir(parents=True)
     for file in (ROOT / "validation" / "data").glob("*.csv"):  # a few rows show that the command works
-        (data / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:6]))
+        lines = file.read_text().splitlines(keepends=True)
+        short = [
+            line
+            for line in lines[6:]
+            if line.startswith("h200,fa3,bf16,fwd,") and (",777," in line or ",1,4096," in line)
+        ]
+        (data / file.name).write_text("".join((*lines[:6], *short[:5])))
+    for name in ("validation/data/h200_microbench.json", "results.json"):
+        (tmp_path / name).symlink_to(ROOT / "validation" / "data" / "h200_microbench.json")
     command = f"{shlex.quote(sys.executable)} -m {line}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
