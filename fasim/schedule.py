@@ -277,6 +277,7 @@ class Kernel:
     tmem_columns: int = 0
     regions: list[Region] = field(default_factory=list)
     launch_us: float = 0.0  # host time to launch it, after which it starts at the earliest; 0: a captured graph
+    load: Literal["tensor", "memory"] = "tensor"  # what draws the power: picks the chip's sustained clock
     not_attention: str | None = None  # why the values are not attention's, where a knob leaves something out
 
     def smem(self, name: str, nbytes: int, stages: int = 1, aliases: str | None = None) -> Buffer:

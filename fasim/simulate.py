@@ -41,25 +41,27 @@ class TraceSpec:
     limit: int = 1_000_000
 
 
-def work_kind(problem: Problem) -> str:
-    """Key of ``Arch.clock.sustained_mhz`` that describes the problem's load on the chip."""
+def work_kind(problem: Problem, kernels: Sequence[Kernel]) -> str:
+    """Key of ``Arch.clock.sustained_mhz`` that describes the load on the chip."""
+    if all(kernel.load == "memory" for kernel in kernels):
+        return "memory"
     return "tensor_16bit" if problem.bits == 16 else "tensor_8bit"
 
 
-def first_clock(problem: Problem, arch: Arch) -> float:
+def first_clock(arch: Arch, work: str) -> float:
     """The arch file's sustained clock in MHz for the kind of work: all there is to go by before a run."""
     sustained = arch.clock.sustained_mhz
-    return float(sustained.get(work_kind(problem), sustained["tensor_16bit"]))
+    return float(sustained.get(work, sustained["tensor_16bit"]))
 
 
-def clock_under_load(problem: Problem, arch: Arch, peak_share: float) -> tuple[float, str]:
+def clock_under_load(arch: Arch, work: str, peak_share: float) -> tuple[float, str]:
     """The clock in MHz that attention holds at ``peak_share`` of the dense tensor peak, and why.
 
     A chip without a load line (``clock.attention``) holds its sustained clock for the kind of work.
     """
     line = arch.clock.attention
     if line is None:
-        return first_clock(problem, arch), f"sustained under {work_kind(problem)} load, {arch.name}.toml"
+        return first_clock(arch, work), f"sustained under {work} load, {arch.name}.toml"
     return line.mhz(peak_share), f"load line at {100 * peak_share:.0f} % of the tensor peak, {arch.name}.toml"
 
 
@@ -87,14 +89,15 @@ def simulate(
         raise ConfigError(f"clock {clock_mhz} MHz: must be positive")
     given = dict(knobs or {})
     kernels = schedule.build(problem, arch, given)
-    assumed, why = clock_mhz or first_clock(problem, arch), "given"
+    work = work_kind(problem, kernels)
+    assumed, why = clock_mhz or first_clock(arch, work), "given"
     for _ in range(CLOCK_ATTEMPTS):
         images = lower_all(kernels, assumed)
         results = execute(images, engine, trace, _host_ticks(kernels, assumed))
         launches = [Launch(k, i, r) for k, i, r in zip(kernels, images, results, strict=True)]
         clock = assumed
         if clock_mhz is None:
-            clock, why = clock_under_load(problem, arch, _peak_share(problem, arch, launches))
+            clock, why = clock_under_load(arch, work, _peak_share(problem, arch, launches))
         if abs(clock - assumed) <= CLOCK_TOLERANCE * clock:
             break
         assumed = clock

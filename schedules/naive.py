@@ -143,6 +143,7 @@ def naive(
     if sdpa:
         kernels.append(operand("cast O", CAST, "O", ("O", 4), ("O16", 2)))
     for kernel in kernels:
+        kernel.load = "memory"
         kernel.launch_us = launch_us * LAUNCHES.get((framework, kernel.name), 1)
     return kernels
 
