@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fasim.ops import BarrierUse
+from fasim.ops import BarrierUse, add_mixes
 from fasim.schedule import Barrier, Kernel, Role
 
 from ._triton_parts import (
@@ -27,7 +27,7 @@ def _tcgen05(c: Role, cfg: Config, label: str, columns: int, depth: int, done: B
     k = 32 // cfg.element
     c.mma(
         label, m=128, n=columns, k=k, count=depth // k * max(1, cfg.m // 128), a="smem" if label == "QK" else "tmem",
-        dtype="bf16" if cfg.element == 2 else "fp8", bar=BarrierUse(done.name, 1, f"{label}.issue"),
+        dtype=cfg.mma_dtype, bar=BarrierUse(done.name, 1, f"{label}.issue"),
     )  # fmt: skip
 
 
@@ -41,7 +41,8 @@ def _scores(c: Role, cfg: Config, masked: bool) -> None:
 
 def _probabilities(c: Role, cfg: Config) -> None:
     e, r = cfg.scores, cfg.thread_rows
-    c.vector("exp, sum, P", {"ffma": e + r, "ex2": e + r, "ffma2": e / 2, "f2fp": e / 2}, latency={"ex2": 1, "fma": 1})
+    mix = add_mixes({"ffma": e + r, "ex2": e + r, "ffma2": e / 2}, cfg.convert)
+    c.vector("exp, sum, P", mix, latency={"ex2": 1, "fma": 1})
 
 
 def _p_to_tmem(c: Role, cfg: Config) -> None:

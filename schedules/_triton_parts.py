@@ -82,7 +82,24 @@ class Config:
     @property
     def live_registers(self) -> float:
         """Registers per thread of scores, P and O."""
-        return 1.5 * self.scores + self.outputs
+        return (1 + self.element / 4) * self.scores + self.outputs
+
+    @property
+    def mma_dtype(self) -> Literal["bf16", "fp8"]:
+        """Operand type of the MMAs; both 16-bit types run at one rate."""
+        return "fp8" if self.element == 1 else "bf16"
+
+    @property
+    def convert(self) -> dict[str, float]:
+        """P to operands of PV: conversions, two scores each.
+
+        An FP8 operand of wgmma has four neighbouring keys in a register where the accumulator has two, so pairs of
+        threads exchange halves: per four scores a select, a shuffle and a permute. SASS.
+        """
+        if self.element == 2:
+            return {"f2fp": self.scores / 2}
+        moves = self.scores / 4 if self.arch.architecture == "hopper" else 0.0
+        return {"f2fp8": self.scores / 2, "shfl": moves, "alu": 2 * moves}
 
     @property
     def wanted_registers(self) -> float:

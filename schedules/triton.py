@@ -13,6 +13,8 @@ SM, where it fits.
 * ``warp_specialize``: on Blackwell the compiler's partitions (softmax, correction, MMA, load). On
   Hopper the compiler ignores the hint; what runs here is a TMA producer warp and warpgroups that wait
   for nothing but their own data.
+* FP8 (Hopper, Blackwell): P is rounded to FP8 as well; V lies in memory with its keys contiguous, put so before the
+  kernel, because wgmma and tcgen05 want FP8 operands that way. The output has 16 bits here.
 
 Sources: tutorial 06-fused-attention.py and the code that Triton 3.6 and 3.9 make of it and of
 ``validation/triton_attention.py``: TTGIR for order, waits and buffers, SASS for instruction counts. Per
@@ -29,6 +31,7 @@ import numpy as np
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.library import schedule
+from fasim.ops import add_mixes
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Role
 
@@ -59,9 +62,11 @@ DEFAULTS = {
     "hopper": {64: (128, 64, 3, 8), 128: (128, 64, 3, 8), 256: (128, 64, 2, 8)},
     "blackwell": {64: (128, 128, 3, 4), 128: (128, 128, 3, 4), 256: (64, 32, 3, 4)},
 }
+#: The same for FP8, where it differs: the fastest of the FP8 sweep in that file.
+FP8_DEFAULTS = {"hopper": {64: (64, 128, 3, 4), 128: (64, 128, 3, 4), 256: (64, 64, 3, 4)}}
 
 
-@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16"))
+@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16", "fp8"))
 def triton(
     problem: Problem,
     arch: Arch,
@@ -80,7 +85,7 @@ def triton(
 ) -> Kernel:
     """Triton's fused-attention tutorial: one program per query block, softmax and MMA in turn."""
     d, dv = problem.head_dim, problem.head_dim_v
-    table = DEFAULTS[arch.architecture]
+    table = (FP8_DEFAULTS if problem.dtype == "fp8" else DEFAULTS).get(arch.architecture, DEFAULTS[arch.architecture])
     limit = next((head for head in table if max(d, dv) <= head), None)
     if limit is None or d & (d - 1) or dv & (dv - 1) or min(d, dv) < 16:
         raise ConfigError(f"triton: head_dim {d}, head_dim_v {dv}: powers of two from 16 to 256 exist")
@@ -116,6 +121,10 @@ def _check(cfg: Config) -> None:
         raise ConfigError(f"triton: warps {cfg.warps}: 4 or 8")
     if cfg.stages < 2:
         raise ConfigError(f"triton: stages {cfg.stages}: at least 2, the pipeline loads ahead")
+    if cfg.element == 1 and "fp8" not in arch.sm.tensor.flops_per_cycle:
+        raise ConfigError(f"triton: {arch.name} has no FP8 tensor rate: bf16 and fp16 exist")
+    if cfg.element == 1 and min(cfg.d, cfg.dv, cfg.n) < 32:
+        raise ConfigError("triton: fp8: head_dim, head_dim_v and tile_n below 32 are no whole MMA")
     if arch.architecture == "ampere" and (cfg.tma or cfg.specialized):
         raise ConfigError(f"triton: {arch.name} has no TMA: copies=tma and warp_specialize need Hopper or Blackwell")
     if arch.architecture != "ampere" and cfg.m < 64:
@@ -241,7 +250,7 @@ def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str) -
     for _ in range(count if one_by_one else 1):
         c.mma(
             label, m=64, n=columns // shared, k=k, count=groups * (1 if one_by_one else count), a=a,
-            dtype="bf16" if cfg.element == 2 else "fp8", slots=SLOTS_PER_WGMMA / groups,
+            dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA / groups,
         )  # fmt: skip
         if one_by_one:
             c.wait_mma(0, f"wait {label}")
@@ -260,7 +269,7 @@ def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: fl
 
 
 def _softmax(c: Role, cfg: Config, masked: bool) -> None:
-    """Mask, maximum, exponentials, sum, P to 16 bit and the rescaling of O.
+    """Mask, maximum, exponentials, sum, P to operands of PV and the rescaling of O.
 
     As in the SASS, half of the maxima are taken before the first exponential, the others beside it.
     """
@@ -268,7 +277,7 @@ def _softmax(c: Role, cfg: Config, masked: bool) -> None:
     if masked:
         c.vector("mask", {"alu": MASK_PER_SCORE * e})
     c.vector("row max", {"fmnmx": e / 2 + 2 * r, "shfl": 2 * r, "fmul": r}, latency={"shfl": 2, "alu": 2, "fma": 1})
-    rest = {"fmnmx": e / 2, "ffma": e, "ex2": e + r, "fadd": e, "fmul": cfg.outputs, "f2fp": e / 2}
+    rest = add_mixes({"fmnmx": e / 2, "ffma": e, "ex2": e + r, "fadd": e, "fmul": cfg.outputs}, cfg.convert)
     c.vector("exp, sum, P, rescale O", rest, latency={"ex2": 1, "fma": 1})
 
 

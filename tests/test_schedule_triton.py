@@ -52,6 +52,27 @@ def test_instruction_counts_are_those_of_the_compiled_loop(case):
     assert sum(op.count for op in ops if isinstance(op, Mma)) == HGMMA[case] * case[4] // 4
 
 
+# the same for FP8 (E5M2), with V's keys contiguous
+FP8_SASS = {
+    (128, 128, 64, 3, 8): {"fmnmx": 36, "ffma": 34, "ex2": 34, "fadd": 36, "fmul": 66, "f2fp8": 16, "shfl": 16},
+    (128, 128, 128, 3, 8): {"fmnmx": 68, "ffma": 66, "ex2": 66, "fadd": 68, "fmul": 66, "f2fp8": 32, "shfl": 24},
+    (64, 64, 128, 3, 4): {"fmnmx": 68, "ffma": 66, "ex2": 66, "fadd": 68, "fmul": 34, "f2fp8": 32, "shfl": 24},
+    (256, 128, 128, 3, 8): {"fmnmx": 68, "ffma": 66, "ex2": 66, "fadd": 68, "fmul": 130, "f2fp8": 32, "shfl": 24},
+}
+QGMMA = {(128, 128, 64, 3, 8): 6, (128, 128, 128, 3, 8): 8, (64, 64, 128, 3, 4): 6, (256, 128, 128, 3, 8): 12}
+
+
+@pytest.mark.parametrize("case", FP8_SASS)
+def test_fp8_instruction_counts_are_those_of_the_compiled_loop(case):
+    ops = loop_body(build(Problem(head_dim=case[0], dtype="fp8"), **knobs(*case[1:])), "full steady")
+    total = add_mixes(*(op.mix for op in ops if isinstance(op, Vector)))
+    for name, count in FP8_SASS[case].items():
+        assert total[name] == pytest.approx(count, abs=1), name
+    mmas = [op for op in ops if isinstance(op, Mma)]
+    assert sum(op.count for op in mmas) == QGMMA[case] * case[4] // 4
+    assert {(op.dtype, op.k) for op in mmas} == {("fp8", 32)}
+
+
 @pytest.mark.parametrize(
     ("head_dim", "tile", "programs"),
     [
@@ -96,6 +117,8 @@ def test_pipeline_columns_add_up(arch, stages):
 
 VARIANTS = [
     ("a100", {}),
+    ("h200", {"dtype": "fp8"}),
+    ("b200", {"dtype": "fp8"}),
     ("h200", {}),
     ("h200", {"copies": "tma"}),
     ("h200", {"warp_specialize": "on"}),
@@ -108,15 +131,18 @@ VARIANTS = [
 @pytest.mark.parametrize(("arch", "given"), VARIANTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_block_is_read_once_and_engines_agree(arch, given, causal):
-    problem = Problem(batch=1, seqlen_q=512, heads_q=2, head_dim=64, causal=causal)
+    dtype = given.get("dtype", "bf16")
+    given = {name: value for name, value in given.items() if name != "dtype"}
+    problem = Problem(batch=1, seqlen_q=512, heads_q=2, head_dim=64, causal=causal, dtype=dtype)
     runs = [
         simulate("triton", problem, load_arch(arch), knobs=given, engine=engine, clock_mhz=1500)
         for engine in ("compiled", "reference")
     ]
     assert runs[0].cycles == runs[1].cycles
     kernel = build(problem, arch, **given)
-    block = 2 * 64 * kernel.knobs["tile_n"] * 2
-    expected = 2 * 512 * 2 * 64 + block * int((kernel.tiles["full"] + kernel.tiles["masked"]).sum())
+    element = problem.bits // 8
+    block = element * 64 * kernel.knobs["tile_n"] * 2
+    expected = element * 512 * 2 * 64 + block * int((kernel.tiles["full"] + kernel.tiles["masked"]).sum())
     assert runs[0].traffic["l2_read_bytes"] == expected
     assert runs[0].traffic["l2_write_bytes"] == 2 * 512 * 2 * 64
 
@@ -130,9 +156,10 @@ def test_ragged_and_short_problems_run(arch):
         assert simulate("triton", problem, load_arch(arch)).cycles > 0
 
 
-def measured(**wanted):
+def measured(dtype="bf16", **wanted):
     with DATA.open() as stream:
         rows = [row for row in csv.DictReader(stream) if row["kernel"] == "triton" and row["set"] == "standard"]
+    rows = [row for row in rows if row["dtype"] == dtype]
     return next(row for row in rows if all(row[key] == str(value) for key, value in wanted.items()))
 
 
@@ -145,6 +172,16 @@ def test_cycles_on_the_h200(head_dim, causal):
     )
     run = simulate("triton", problem, load_arch("h200"), clock_mhz=float(row["sm_clock_mhz"]))
     assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_fp8_cycles_on_the_h200(head_dim, causal):
+    row = measured("fp8", head_dim=head_dim, causal=causal, seqlen_q=4096)
+    problem = Problem(4, 4096, heads_q=int(row["heads_q"]), head_dim=head_dim, causal=bool(causal), dtype="fp8")
+    tile = knobs(*(int(row[name]) for name in ("tile_m", "tile_n", "stages", "warps")))
+    run = simulate("triton", problem, load_arch("h200"), knobs=tile, clock_mhz=float(row["sm_clock_mhz"]))
+    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.10)
 
 
 def test_too_few_registers_cost_more_than_half():
@@ -178,6 +215,8 @@ def test_copies_of_threads_and_tma_use_their_engines():
         ("h200", SMALL, {"warps": 2}, "warps 2"),
         ("h200", SMALL, {"stages": 1}, "stages 1"),
         ("a100", SMALL, {"copies": "tma"}, "a100 has no TMA"),
+        ("a100", Problem(dtype="fp8"), {}, "a100 has no FP8 tensor rate"),
+        ("h200", Problem(head_dim=16, dtype="fp8"), {}, "below 32"),
         ("a100", SMALL, {"warp_specialize": "on"}, "a100 has no TMA"),
         ("b200", SMALL, {"copies": "threads"}, "up to Hopper"),
     ],
