@@ -71,7 +71,8 @@ class Layout:
     ``region(line, tile)`` is the part of the array ``array`` (None: called like the tensor) with ``rows`` x
     ``columns`` elements in line ``line``, when work tile ``tile`` asks. Rows of Q and O are numbered
     (batch, head, token), those of K and V likewise. ``share(line)``: the part (from, to) of a buffer's stage that a
-    copy of the line fills.
+    copy of the line fills. Where one line of the model's L2 stands for many, ``order(tile, kind, number)`` is the line
+    that copy ``number`` of a work tile means; loads and stores (``kind``) count apart.
     """
 
     rows: int
@@ -79,6 +80,7 @@ class Layout:
     region: Callable[[int, int], Region]
     array: str | None = None
     share: Callable[[int], tuple[float, float]] | None = None
+    order: Callable[[int, str, int], int] | None = None
 
 
 def row_blocks(heads: int, length: int, rows: int, columns: int, parts: int = 1, array: str | None = None) -> Layout:
@@ -108,9 +110,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Load(Effect):
-    """A copy's line lands in ``into``."""
+    """A copy's line lands in ``into``. ``array``: the same rows of another array (the log-sum-exp beside O)."""
 
     into: Operand
+    array: str | None = None
     writes = ("into",)
     whole = ("into",)
 
@@ -260,6 +263,35 @@ class Normalise(Effect):
     lse: Operand = "lse"
     reads = ("target", "row_sum", "row_max")
     writes = ("target", "lse")
+
+
+@dataclass(frozen=True)
+class Clear(Effect):
+    """``place`` holds nothing: what accumulates there starts anew, inside a work tile as well."""
+
+    place: Operand
+    writes = ("place",)
+
+
+@dataclass(frozen=True)
+class Resume(Effect):
+    """An online softmax goes on after keys of which only ``lse`` is known: they count as one of that score."""
+
+    lse: Operand = "lse"
+    row_max: Operand = "m"
+    row_sum: Operand = "l"
+    reads = ("lse",)
+    writes = ("row_max", "row_sum")
+
+
+@dataclass(frozen=True)
+class ResumeOutput(Effect):
+    """``target``, the divided output of keys whose log-sum-exp is ``lse``, counts as a sum again (:class:`Resume`)."""
+
+    target: Operand = "O"
+    lse: Operand = "lse"
+    reads = ("target", "lse")
+    writes = ("target",)
 
 
 @dataclass(frozen=True)

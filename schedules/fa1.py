@@ -14,26 +14,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
-
 from fasim.arch import Arch
+from fasim.effects import (
+    Add,
+    Clear,
+    Effect,
+    Load,
+    Mask,
+    Matmul,
+    Move,
+    Normalise,
+    Probabilities,
+    Register,
+    Rescale,
+    Resume,
+    ResumeOutput,
+    Round,
+    RowMax,
+    RowSum,
+    Smem,
+    Store,
+    Syncthreads,
+)
 from fasim.errors import ConfigError
 from fasim.library import schedule
 from fasim.problem import Problem
 from fasim.schedule import Kernel, Role, Tensor
 
-ROWS = 16  # query rows of one step
+from ._fa1_grid import ROWS, grid, kv_layout, row_layouts, split_heuristic
+
 WARPS = 4
+STATISTICS_BYTES = 4 * ROWS * WARPS  # a maximum, or a sum, for each row and warp
 CTAS_PER_SM = 2  # K and V alone take 128 registers a thread; with the accumulators two CTAs fill the register file
 
 
 @dataclass(frozen=True)
 class Config:
-    """Padded head dim, keys of a block, and the tensors in global memory."""
+    """Padded head dim, keys of a block, type of P and O, and the tensors in global memory."""
 
     d: int
     keys: int
+    dtype: str
     k: Tensor
     v: Tensor
     q: Tensor
@@ -51,6 +72,28 @@ class Config:
     def outputs(self) -> float:
         """Elements of a warp's partial O per thread."""
         return ROWS * self.d / 32
+
+    @property
+    def part_bytes(self) -> int:
+        """A warp's part of O, in FP32."""
+        return 4 * ROWS * self.d
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the warps exchange: parts of O, row maxima and row sums."""
+        return WARPS * self.part_bytes + 2 * STATISTICS_BYTES
+
+    @property
+    def statistics(self) -> tuple[Smem, Smem]:
+        """Where row maxima and row sums are exchanged, behind the parts of O."""
+        maxima = WARPS * self.part_bytes / self.shared_bytes
+        sums = maxima + STATISTICS_BYTES / self.shared_bytes
+        return Smem("parts", share=(maxima, sums)), Smem("parts", share=(sums, 1.0))
+
+    def part(self, warp: int) -> Smem:
+        """Where a warp puts its part of O."""
+        share = self.part_bytes / self.shared_bytes
+        return Smem("parts", share=(warp * share, (warp + 1) * share))
 
     @property
     def flops(self) -> float:
@@ -87,20 +130,23 @@ def fa1(
     k = Kernel("fa1", problem, arch, {"num_splits": splits}, max_ctas_per_sm=CTAS_PER_SM)
     q_bytes, o_bytes, kv_bytes = 2 * ROWS * padded, 4 * ROWS * padded, 2 * keys * padded
     k.smem("Q", q_bytes, 2)
-    k.smem("KV", max(kv_bytes, WARPS * o_bytes + 512))  # K and V in turn, then O partials and row statistics
+    grid(k, splits, steps, blocks, keys)
+    kv, rows = kv_layout(problem, keys), row_layouts(k, splits, steps, blocks)
     cfg = Config(
         padded,
         keys,
-        k=k.tensor("K", heads * blocks, kv_bytes, "kv", 1),
-        v=k.tensor("V", heads * blocks, kv_bytes, "kv", 1),
-        q=k.tensor("Q", heads * steps, q_bytes, "q", 1),
-        out=k.tensor("O", heads * steps, q_bytes, "q", 1),
-        partial=k.tensor("O partial", heads * steps, o_bytes, "q", 1),
+        problem.dtype,
+        k=k.tensor("K", heads * blocks, kv_bytes, "kv", 1, kv),
+        v=k.tensor("V", heads * blocks, kv_bytes, "kv", 1, kv),
+        q=k.tensor("Q", heads * steps, q_bytes, "q", 1, rows["Q"]),
+        out=k.tensor("O", heads * steps, q_bytes, "q", 1, rows["O"]),
+        partial=k.tensor("O partial", heads * steps, o_bytes, "q", 1, rows["O partial"]),
         # From a CTA's second K/V block on, its strip of Q and O is taken to be in L2; one line stands for it.
-        q_again=k.tensor("Q again", heads * splits, q_bytes, "cta"),
-        partial_again=k.tensor("O partial again", heads * splits, o_bytes, "cta"),
+        q_again=k.tensor("Q again", heads * splits, q_bytes, "cta", layout=rows["Q again"]),
+        partial_again=k.tensor("O partial again", heads * splits, o_bytes, "cta", layout=rows["O partial again"]),
     )
-    _grid(k, splits, steps, blocks, keys)
+    k.smem("KV", max(kv_bytes, cfg.shared_bytes))  # K and V in turn, then parts of O and row statistics
+    k.smem("parts", cfg.shared_bytes, aliases="KV")
     with k.role("warps", warps=WARPS, registers=255) as w, w.tiles():
         if problem.causal:
             for j in range(blocks):
@@ -115,91 +161,106 @@ def fa1(
     return k
 
 
-def split_heuristic(heads: int, slots: int, seqlen_q: int) -> int:
-    """The smallest number of CTAs per head within 5 % of the best wave efficiency (num_splits_heuristic_fwd)."""
-    splits = np.arange(1, min(30, seqlen_q + ROWS) + 1)
-    waves = heads * splits / slots
-    efficiency = waves / np.ceil(waves)
-    return int(splits[efficiency > 0.95 * efficiency.max()][0])
-
-
 def _block(w: Role, cfg: Config, arch: Arch, first: bool, loops: dict[str, bool]) -> None:
     """K and V into registers through shared memory, then the steps: trip-count column -> these rows end here."""
     for tensor in (cfg.k, cfg.v):
-        w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads")
-    w.wait_copies("load", "wait K and V")
-    for name in ("K", "V"):
-        words = 2 * cfg.keys * cfg.d / (32 * WARPS * 16)  # 16-byte accesses per thread
-        w.vector(
-            f"{name} to registers", {"sts": words, "lds": words}, smem_bytes=4 * cfg.keys * cfg.d, latency={"smem": 2}
-        )
-        _syncthreads(w, arch)
+        effects = (Load(f"{tensor.name} in flight"),)
+        w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads", effects=effects)
+    _load_q(w, cfg.q_again, first)
+    w.wait_copies("load", "wait Q, K and V")
+    if not first:
+        _syncthreads(w, arch)  # the last step's parts of O have been read
+    _q_to_smem(w, cfg, first)
+    words = 2 * cfg.keys * cfg.d / (32 * WARPS * 16)  # 16-byte accesses per thread
+    for name in ("V", "K"):
+        through, latency = Smem("KV", share=(0, 1)), {"smem": 1}
+        for label, pipe, effect in (
+            (f"{name} to SMEM", "sts", Move(f"{name} in flight", through)),
+            (f"{name} to registers", "lds", Move(through, name)),
+        ):
+            w.vector(label, {pipe: words}, smem_bytes=2 * cfg.keys * cfg.d, latency=latency, effects=(effect,))
+            _syncthreads(w, arch)
     for trips, final in loops.items():
-        with w.loop(trips):
-            _step(w, cfg, arch, first, final)
+        for label, more in ((trips, True), (f"{trips} end", False)):
+            with w.loop(label):
+                _step(w, cfg, arch, first, final, more)
 
 
-def _step(w: Role, cfg: Config, arch: Arch, first: bool, final: bool) -> None:
-    """16 rows against the block, in program order; the only overlap is with the other CTA of the SM."""
+def _load_q(w: Role, q: Tensor, first: bool) -> None:
+    """The next rows of Q, and what earlier blocks left of their softmax."""
+    effects = (Load("next Q"),) if first else (Load("next Q"), Load("next lse", array="LSE"))
+    w.copy("load Q", q, q.line_bytes, "load", "threads", effects=effects)
+
+
+def _q_to_smem(w: Role, cfg: Config, first: bool) -> None:
+    """Into the other of two buffers."""
+    effects: tuple[Effect, ...] = (Move("next Q", Smem("Q", counter="load Q", share=(0, 1))),)
+    effects += () if first else (Move("next lse", "its lse"),)
+    mix = {"sts": 1, "f2fp": cfg.d / 16}
+    w.vector("Q to SMEM", mix, smem_bytes=2.0 * ROWS * cfg.d, latency={"smem": 1}, effects=effects)
+
+
+def _step(w: Role, cfg: Config, arch: Arch, first: bool, final: bool, more: bool) -> None:
+    """16 rows against the block, in program order; the only overlap is with the other CTA of the SM.
+
+    ``more``: the block has another step, whose rows of Q are fetched.
+    """
     e, d = cfg.elements, cfg.d
     hmma = cfg.flops / (2 * 16 * 8 * 16 * WARPS)
+    begin = (Clear("m"), Clear("l"), Clear("O")) if first else (Move("its lse", "old lse"), Resume("old lse"))
     w.vector(
         "QK",
         {"lds": d / 16, "misc": hmma},
         smem_bytes=2.0 * ROWS * d * WARPS,  # every warp reads all of Q
         mma_sync_flops=cfg.flops,
         latency={"smem": 1, "mma_sync": 1},
+        effects=(*begin, Matmul("S", Smem("Q", counter="load Q", share=(0, 1)), "K", transposed=True)),
     )
     if not first:
-        w.copy("load O", cfg.partial_again, cfg.partial.line_bytes, "load", "threads")
-    q = cfg.q if first else cfg.q_again
-    w.copy("load Q", q, q.line_bytes, "load", "threads")
+        w.copy("load O", cfg.partial_again, cfg.partial.line_bytes, "load", "threads", effects=(Load("O"),))
+    if more:
+        _load_q(w, cfg.q if first else cfg.q_again, first)
     # the mask (FSEL, ISETP) is applied in every step; the rest is addresses, predicates and branches
-    w.vector("mask", {"alu": 44 + 1.25 * e, "imad": 15 + 0.36 * d, "misc": 17 + 0.2 * d})
-    w.vector("row max", {"fmnmx": e + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
+    w.vector("mask", {"alu": 44 + 1.25 * e, "imad": 15 + 0.36 * d, "misc": 17 + 0.2 * d}, effects=(Mask("S"),))
+    maxima, sums = cfg.statistics
+    row_max = RowMax("S"), Move("m", maxima)
+    w.vector("row max", {"fmnmx": e + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2}, effects=row_max)
     _syncthreads(w, arch)
     across = {"sts": 2, "lds": 2, "shfl": 4, "fmnmx": 4, "fmul": 4, "mufu": 3}
     # a quad reads four warps' maxima; the scale is converted to FP64 and back (F2F, DMUL)
-    w.vector("row max of warps", across, latency={"smem": 1, "shfl": 2, "alu": 2, "ex2": 2, "fma": 4})
+    latency: dict[str, float] = {"smem": 1, "shfl": 2, "alu": 2, "ex2": 2, "fma": 4}
+    w.vector("row max of warps", across, latency=latency, effects=(Move(maxima, "m"),))
     _syncthreads(w, arch)
     exp = {"ffma": e, "ex2": e, "fadd": e, "f2fp": e / 2, "shfl": 4}
-    w.vector("exp, sum, P", exp, latency={"smem": 1, "ex2": 1, "shfl": 2})
-    w.vector("PV", {"misc": hmma}, mma_sync_flops=cfg.flops, latency={"mma_sync": 1})
+    p = Probabilities("S"), RowSum("S"), Move("l", sums), Round("S", "P", cfg.dtype)
+    w.vector("exp, sum, P", exp, latency={"smem": 1, "ex2": 1, "shfl": 2}, effects=p)
+    if more:
+        w.wait_copies("load", "wait Q and O")
+        _q_to_smem(w, cfg, first)
+    shares = [(warp / WARPS, (warp + 1) / WARPS) for warp in range(WARPS)]
+    products = tuple(Matmul(f"O{warp}", Register("P", share=share), "V") for warp, share in enumerate(shares))
+    w.vector("PV", {"misc": hmma}, mma_sync_flops=cfg.flops, latency={"mma_sync": 1}, effects=products)
     o_bytes = 4.0 * ROWS * d * WARPS
-    w.vector("O to SMEM", {"sts": 4 + d / 4}, smem_bytes=o_bytes, latency={"smem": 1})
+    parts = tuple(Move(f"O{warp}", cfg.part(warp)) for warp in range(WARPS))
+    w.vector("O to SMEM", {"sts": 4 + d / 4}, smem_bytes=o_bytes, latency={"smem": 1}, effects=parts)
     _syncthreads(w, arch)
     # statistics of the four warps by shuffles in a quad, exp of the old LSE, 1 / sum; then the partials
     statistics = {"lds": d / 8, "shfl": d / 8, "fmnmx": d / 16, "fadd": 2 + d / 8, "ex2": d / 32, "mufu": d / 16}
-    w.vector("statistics", statistics, latency={"smem": 1, "shfl": 4, "alu": 2, "fma": 4, "ex2": 3})
+    latency = {"smem": 1, "shfl": 4, "alu": 2, "fma": 4, "ex2": 3}
+    w.vector("statistics", statistics, latency=latency, effects=(Move(sums, "l"),))
+    if not more and not first:
+        w.wait_copies("load", "wait O")
     combine = {"lds": d / 8, "fadd": 3 * d / 8, "ffma": d / 8 + d / 32, "fmul": d / 8 + d / 16, "alu": d / 2}
-    w.vector("sum O", combine, smem_bytes=o_bytes, latency={"smem": 1, "fma": 4})
-    w.wait_copies("load", "wait Q and O")
-    w.vector("Q to SMEM", {"sts": 1, "f2fp": d / 16}, smem_bytes=2.0 * ROWS * d, latency={"smem": 1})
+    merge: tuple[Effect, ...] = () if first else (ResumeOutput("O", "old lse"), Rescale("O"))
+    merge += (*(Add("O", cfg.part(warp)) for warp in range(WARPS)), Normalise("O"))
+    if final:
+        merge += (Round("O", "O", cfg.dtype),)
+    w.vector("sum O", combine, smem_bytes=o_bytes, latency={"smem": 1, "fma": 4}, effects=merge)
     o = cfg.out if final else cfg.partial if first else cfg.partial_again
-    w.copy("store O", o, o.line_bytes, "store", "threads")
+    w.copy("store O", o, o.line_bytes, "store", "threads", effects=(Store("O"), Store("lse", array="LSE")))
 
 
 def _syncthreads(w: Role, arch: Arch) -> None:
     sync = arch.sm.sync
-    w.delay("syncthreads", sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * WARPS, "barrier")
-
-
-def _grid(k: Kernel, splits: int, steps: int, blocks: int, keys: int) -> None:
-    """Grid (batch, head, split), batch fastest; CTA z takes the steps z, z + splits, ... of its head."""
-    problem = k.problem
-    split, head, batch = (a.ravel() for a in np.mgrid[0:splits, 0 : problem.heads_q, 0 : problem.batch])
-    row = batch * problem.heads_q + head
-
-    def up_to(step: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
-        """Steps below ``step`` that each split has."""
-        return np.maximum(0, -(-(step - np.arange(splits)) // splits))
-
-    first = row * steps + np.concatenate([[0], np.cumsum(up_to(steps))])[split]
-    k.tiles = {"q": first, "kv": row * blocks, "cta": row * splits + split}
-    if not problem.causal:
-        k.tiles["steps"] = up_to(steps)[split]
-        return
-    for j in range(blocks):
-        begin, end = min(j * keys // ROWS, steps), min((j + 1) * keys // ROWS, steps)
-        k.tiles[f"diagonal {j}"] = (up_to(end) - up_to(begin))[split]
-        k.tiles[f"below {j}"] = (up_to(steps) - up_to(end))[split]
+    cycles = sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * WARPS
+    w.delay("syncthreads", cycles, "barrier", effects=(Syncthreads(),))

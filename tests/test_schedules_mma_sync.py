@@ -199,10 +199,11 @@ def test_fa1_splits_share_all_steps(splits: int, causal: bool):
     steps = 1024 // 16
     blocks = 1024 // 128
     if causal:
-        total = sum(kernel.tiles[f"{kind} {j}"].sum() for kind in ("diagonal", "below") for j in range(blocks))
+        names = [f"{kind} {j}{end}" for kind in ("diagonal", "below") for j in range(blocks) for end in ("", " end")]
+        total = sum(kernel.tiles[name].sum() for name in names)
         assert total == 2 * sum(steps - j * 128 // 16 for j in range(blocks))
     else:
-        assert kernel.tiles["steps"].sum() == 2 * steps
+        assert (kernel.tiles["steps"] + kernel.tiles["steps end"]).sum() == 2 * steps
         starts = np.sort(kernel.tiles["q"])
         assert starts[0] == 0 and len(set(starts.tolist())) == 2 * splits
 

@@ -12,6 +12,7 @@ import numpy as np
 from fasim.effects import (
     Add,
     AddSplit,
+    Clear,
     Effect,
     Fetch,
     Load,
@@ -22,6 +23,8 @@ from fasim.effects import (
     Probabilities,
     Register,
     Rescale,
+    Resume,
+    ResumeOutput,
     Round,
     RowMax,
     RowSum,
@@ -42,7 +45,7 @@ def _scale_log2(problem: Problem) -> float:
 
 
 def _load(e: Load, at: Operands) -> None:
-    at.write("into", at.load())
+    at.write("into", at.load(e.array))
 
 
 def _store(e: Store, at: Operands) -> None:
@@ -165,6 +168,26 @@ def _normalise(e: Normalise, at: Operands) -> None:
     at.write("lse", Value(np.asarray(done.lse, np.float32)[:, None], target.rows))
 
 
+def _clear(e: Clear, at: Operands) -> None:
+    at.clear("place")
+
+
+def _resume(e: Resume, at: Operands) -> None:
+    lse = at.read("lse")
+    row_max = _as_row_max(lse, at.problem)
+    at.write("row_max", Value(row_max, lse.rows))
+    at.write("row_sum", Value(np.ones_like(row_max), lse.rows, None, row_max))
+
+
+def _resume_output(e: ResumeOutput, at: Operands) -> None:
+    at.write("target", replace(at.read("target"), reference=_as_row_max(at.read("lse"), at.problem)))
+
+
+def _as_row_max(lse: Value, problem: Problem) -> Float32:
+    """The score of one key whose log-sum-exp is ``lse``."""
+    return lse.data * np.float32(math.sqrt(problem.head_dim))
+
+
 def _split_weights(e: SplitWeights, at: Operands) -> None:
     lses = at.read("lses")
     known = np.where(np.isnan(lses.data), -np.inf, lses.data)  # a split that has no keys writes nothing
@@ -209,6 +232,9 @@ _ARITHMETIC: dict[type[Effect], Callable[[Any, Operands], None]] = {
     RowSum: _row_sum,
     Rescale: _rescale,
     Normalise: _normalise,
+    Clear: _clear,
+    Resume: _resume,
+    ResumeOutput: _resume_output,
     SplitWeights: _split_weights,
     AddSplit: _add_split,
 }

@@ -18,12 +18,17 @@ class Arrays:
         self._written: dict[str, np.ndarray[tuple[int, int], np.dtype[np.bool_]]] = {}
 
     def read(self, name: str, region: Region) -> Float32:
-        """Rows of ``region``; a row outside the tensor is zero, as a TMA copy fills it. Raises KeyError."""
+        """Rows of ``region``; a row outside the tensor is zero, as a TMA copy fills it. Raises KeyError.
+
+        What has been read may be written again.
+        """
         found = self.data[name][region.rows, region.columns]
+        if name in self._written:
+            self._written[name][region.rows[region.rows >= 0], region.columns] = False
         return np.where((region.rows >= 0)[:, None], found, np.float32(0))
 
     def write(self, name: str, layout: Layout, columns: int, region: Region, data: Float32) -> bool:
-        """Write rows inside the tensor; false where one of them was written before."""
+        """Write rows inside the tensor; false where one of them was written before, and not read since."""
         if name not in self.data:
             self.data[name] = np.full((layout.rows, columns), np.nan, np.float32)
         written = self._written.setdefault(name, np.zeros(self.data[name].shape, bool))

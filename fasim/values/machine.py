@@ -88,6 +88,10 @@ class Machine:
         assert isinstance(step, Step) and isinstance(step.op, Copy)
         actor, op = step.actor, step.op
         step.line = line - self.bases[op.tensor]
+        layout = self.kernel.find_tensor(op.tensor).layout
+        number = actor.copied[op.tensor, op.kind] = actor.copied.get((op.tensor, op.kind), -1) + 1
+        if layout and layout.order:
+            step.line = layout.order(step.tile, op.kind, number)
         if op.kind == "store" and op.engine == "threads":
             self._own(step)
             return
@@ -96,8 +100,8 @@ class Machine:
         self._act(step, (op.engine, actor.key, kind, op.tensor if op.bar else "", stage), actor.common)
         if op.bar is None:
             actor.copies[kind].append(step)
-        if op.bar:
-            actor.counts[op.bar.counter] = actor.counts.get(op.bar.counter, 0) + 1
+        counter = op.bar.counter if op.bar else op.label
+        actor.counts[counter] = actor.counts.get(counter, 0) + 1
         self._later(step, until)
 
     def issued(self, step: object, until: int) -> None:
@@ -141,6 +145,7 @@ class Machine:
         elif isinstance(op, TileLoop) and self.kinds[step.pc] == im.TILE:
             actor.registers.clear()
             actor.turns.clear()
+            actor.copied.clear()
         if step.until is None:
             step.until = tick
             self._execute(step)

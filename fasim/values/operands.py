@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from fasim.effects import Effect
 from fasim.errors import ModelError
 from fasim.ops import Copy
@@ -74,11 +76,16 @@ class Operands:
         """How many effects of this kind the role has executed in this work tile."""
         return self.step.actor.turns.get(type(effect), 0)
 
-    def load(self) -> Value:
+    def clear(self, field: str) -> None:
+        """Let the operand hold nothing."""
+        at = self.places[field]
+        at.storage.pieces.pop(at.key, None)
+
+    def load(self, array: str | None) -> Value:
         """What the copy's memory line holds."""
         op = self.step.op
         assert isinstance(op, Copy)
-        return self._global(op.tensor, None, self.step.line)
+        return self._global(op.tensor, array, self.step.line)
 
     def fetch(self, tensor: str, array: str | None, lines: int) -> Value:
         """Columns from the first ``lines`` lines that the work tile has of ``tensor``."""
@@ -94,6 +101,8 @@ class Operands:
             raise ModelError(f"{self.kernel.name}: tensor '{tensor}' has no layout: what do its lines hold?")
         region = layout.region(line, self.step.tile)
         name = array or layout.array or tensor
+        if not (region.rows >= 0).any():
+            return Value(np.zeros((len(region.rows), layout.columns), np.float32), region.rows)
         if name not in self.arrays.data:
             raise Nothing(f"{name} in global memory", "what nobody has written")
         return Value(self.arrays.read(name, region), region.rows)

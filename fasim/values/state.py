@@ -45,6 +45,7 @@ class Actor:
     registers: dict[str, Storage] = field(default_factory=dict)
     accesses: dict[Hashable, int] = field(default_factory=dict)  # by component
     turns: dict[type[Effect], int] = field(default_factory=dict)  # executions in this work tile
+    copied: dict[tuple[str, str], int] = field(default_factory=dict)  # copies of this work tile by tensor and kind
 
     @property
     def name(self) -> str:
