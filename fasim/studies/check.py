@@ -186,10 +186,11 @@ def _error(name: str, found: Array, exact: Array, plain: Array) -> OutputError:
 
 def _hint(gap: Array, exact: Array, found: Array) -> str:
     """What a wrong output looks like: which rows, and whether they only lack a factor."""
-    rows = np.abs(gap).max(axis=1) > 10 * np.median(np.abs(gap)) + 1e-2
+    typical = np.median(np.abs(gap))
+    rows = np.abs(gap).max(axis=1) > 10 * typical + 1e-2
     wrong = np.flatnonzero(rows)
     if not len(wrong):
-        return "all rows are a little off"
+        return "all rows are wrong" if typical > 0.1 * np.median(np.abs(exact)) else "all rows are a little off"
     where = f"{len(wrong)} of {len(rows)} rows, {wrong[0]} to {wrong[-1]}"
     if exact.shape[1] > 1 and np.isfinite(found[wrong]).all():
         factor = (found[wrong] * exact[wrong]).sum(axis=1) / np.maximum((exact[wrong] ** 2).sum(axis=1), 1e-30)

@@ -198,8 +198,9 @@ class Machine:
             except Nothing as nothing:
                 self.broken = True
                 self._report("data", step, nothing.place, f"reads {nothing}")
-            except ValueError as error:  # NumPy: shapes do not fit
-                raise ModelError(f"{self.kernel.name}: {step.name}, {type(effect).__name__}: {error}") from None
+            except ValueError as error:  # NumPy's
+                self.broken = True
+                self._report("data", step, type(effect).__name__, f"shapes do not fit: {error}")
             step.actor.turns[type(effect)] = step.actor.turns.get(type(effect), 0) + 1
 
     def _own(self, step: Step) -> None:
