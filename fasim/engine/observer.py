@@ -27,7 +27,7 @@ class Observer(Protocol):
         """The MMA group ``step`` is issued and will be complete at tick ``until``."""
 
     def arrived(self, step: object, rank: int, barrier: int, phases: int, tick: int) -> None:
-        """An arrival that ``step`` causes reaches a barrier of the CTA ``rank``, which has then completed ``phases``."""
+        """An arrival by ``step`` reaches a barrier of the CTA ``rank``, which has then completed ``phases``."""
 
     def passed(self, step: object, barrier: int, phase: int) -> None:
         """The wait ``step`` found ``phase`` of ``barrier`` complete."""
