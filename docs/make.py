@@ -35,7 +35,7 @@ SPLITS = 5
 
 
 def pictures() -> None:
-    """Ping-pong against serial: the README picture."""
+    """Ping-pong against serial, the README picture; and the Triton page's timeline."""
     arch, problem = load_arch("h100"), Problem(batch=4, seqlen_q=4096, heads_q=16, head_dim=128)
     runs = []
     for label, knobs in (
@@ -45,6 +45,8 @@ def pictures() -> None:
         run = simulate("fa3", problem, arch, knobs=knobs, trace=TraceSpec(sms=(0,), cycles=(0, 80_000)))
         runs.append((f"{label}: {run.tflops:.0f} TFLOP/s", run))
     plot_timeline(runs, ROOT / "docs" / "img" / "pingpong.png")
+    run = simulate("triton", problem, load_arch("h200"), trace=TraceSpec(sms=(0,), cycles=(0, 40_000)))
+    plot_timeline([("triton on h200", run)], ROOT / "docs" / "img" / "triton.png")
 
 
 def percent(value: float) -> str:
