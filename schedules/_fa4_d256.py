@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fasim.effects import Matmul, Rescale, Smem, Store
+from fasim.effects import Matmul, Smem, Store
 from fasim.schedule import Kernel, Ring, Role, Tensor
 
 from ._fa4_grid import Layouts
@@ -18,6 +18,7 @@ from ._fa4_parts import (
     read_scale,
     read_sum,
     rescale,
+    rescale_output,
     setup,
     softmax_role,
 )
@@ -38,7 +39,6 @@ def d256_kernel(k: Kernel, c: Config, layouts: Layouts) -> Kernel:
     tile = query_tile(k, c, stages=2)
     o_bytes = 2 * ROWS * c.dv
     o_tensor = k.tensor("O", k.tile_count, o_bytes, "q", 1, layouts.o)
-    rescale_o = tuple(Rescale(tile.o(half)) for half in HALVES) if c.softmax else ()
 
     with k.role("load", warps=1, registers=32) as r:
         setup(r)
@@ -71,7 +71,7 @@ def d256_kernel(k: Kernel, c: Config, layouts: Layouts) -> Kernel:
                 r.wait_barrier(tile.stats, effects=read_scale(c, tile))
                 r.arrive(tile.read)
                 r.wait_barrier(tile.output, reason="full", label="wait PV")
-                rescale(r, c, RESCALE_WAITS / 2, rescale_o)
+                rescale(r, c, rescale_output(c, tile, HALVES), RESCALE_WAITS / 2)
                 r.arrive(tile.ready, scope=c.scope)
             r.wait_barrier(tile.stats, effects=read_sum(c, tile))
             r.arrive(tile.read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from fasim.ops import BarrierUse, Copy, Wait, add_mixes
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
 from ._fa4_grid import Layouts
-from ._fa4_tile import ROWS, Config, Tile
+from ._fa4_tile import ROWS, WHOLE, Config, Share, Tile
 
 FRAGMENT = 32  # columns of S that are converted and stored together
 
@@ -173,7 +173,7 @@ def _softmax_step(r: Role, c: Config, tile: Tile, masked: bool) -> None:
     if c.tmem:
         r.arrive(tile.stats)
     else:
-        r.vector("rescale O", {"ffma2": c.dv / 2}, effects=(Rescale(tile.o()),) if c.softmax else ())
+        r.vector("rescale O", {"ffma2": c.dv / 2}, effects=rescale_output(c, tile))
     _probabilities(r, c, tile)
     if c.tmem:
         r.wait_barrier(tile.read, reason="empty")
@@ -228,7 +228,12 @@ def read_sum(c: Config, tile: Tile) -> Effects:
     return (Move(tile.scale, "l"), Move(tile.row_max, "m")) if c.softmax else ()
 
 
-def rescale(r: Role, c: Config, waits: float = RESCALE_WAITS, effects: Effects = ()) -> None:
+def rescale_output(c: Config, tile: Tile, parts: Sequence[Share] = (WHOLE,)) -> Effects:
+    """Rescale of the columns of O that one MMA each writes."""
+    return tuple(Rescale(tile.o(part)) for part in parts) if c.softmax else ()
+
+
+def rescale(r: Role, c: Config, effects: Effects, waits: float = RESCALE_WAITS) -> None:
     """O of one query tile through registers; ``waits`` exposed load latencies."""
     nbytes = 4 * ROWS * c.dv
     mix = {"ffma2": c.dv / 2, "misc": c.dv / 8}

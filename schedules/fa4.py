@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
-from fasim.effects import Matmul, Rescale, Smem, Store
+from fasim.effects import Matmul, Smem, Store
 from fasim.errors import ConfigError
 from fasim.library import schedule
 from fasim.problem import Problem
@@ -38,6 +38,7 @@ from ._fa4_parts import (
     read_scale,
     read_sum,
     rescale,
+    rescale_output,
     setup,
     softmax_role,
     store_output,
@@ -324,12 +325,11 @@ def _correction_role(r: Role, c: Config, tiles: list[Tile]) -> None:
             with r.loop(trips):
                 for tile, other in zip(tiles, reversed(tiles), strict=True):
                     r.wait_barrier(tile.stats)
-                    # Trips are an estimate, for time; which rows are rescaled in truth, their numbers decide.
-                    corrected = (*read_scale(c, tile), Rescale(tile.o())) if c.softmax else ()
-                    mix = {"lds": 1, "alu": 3, "misc": 4}
-                    r.vector("vote", mix, latency={"smem": 1, "alu": 2}, effects=corrected)
+                    read, correct = read_scale(c, tile), rescale_output(c, tile)
+                    vote = read if needed else (*read, *correct)  # the trips are an estimate, the numbers decide
+                    r.vector("vote", {"lds": 1, "alu": 3, "misc": 4}, latency={"smem": 1, "alu": 2}, effects=vote)
                     if needed:
-                        rescale(r, c)
+                        rescale(r, c, correct)
                     r.arrive(tile.ready, scope=c.scope)
                     r.arrive(other.read)
         if len(tiles) > 1:

@@ -268,11 +268,21 @@ MUTATIONS = [
     # --- correction and output
     Mutation(
         "no rescale",
-        "fa4.py",
-        "(*read_scale(c, tile), Rescale(tile.o()))",
-        "read_scale(c, tile)",
+        "_fa4_parts.py",
+        "return tuple(Rescale(tile.o(part)) for part in parts) if c.softmax else ()",
+        "return ()",
         "scale",
         "a rescale is missing or twice",
+        knobs=ALWAYS,
+    ),
+    Mutation(
+        "O announced before it is rescaled",
+        "fa4.py",
+        "                        rescale(r, c, correct)\n                    r.arrive(tile.ready, scope=c.scope)\n",
+        "                        r.arrive(tile.ready, scope=c.scope)\n                        rescale(r, c, correct)\n"
+        "                    else:\n                        r.arrive(tile.ready, scope=c.scope)\n",
+        "race",
+        "overwrites O0 that correction 'rescale O' (",
         knobs=ALWAYS,
     ),
     Mutation(
