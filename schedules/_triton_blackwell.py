@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fasim.effects import Effect, Mask, Matmul, Move, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Tmem
 from fasim.ops import BarrierUse, add_mixes
 from fasim.schedule import Barrier, Kernel, Role
 
@@ -14,6 +15,7 @@ from ._triton_parts import (
     barrier,
     cold,
     load_q,
+    output_buffer,
     overhead,
     prefetch,
     store_output,
@@ -25,45 +27,56 @@ from ._triton_parts import (
 def _tcgen05(c: Role, cfg: Config, label: str, columns: int, depth: int, done: Barrier) -> None:
     """128 rows at a time; a tile of 64 rows takes as long, half of the datapath idles."""
     k = 32 // cfg.element
+    effect = Matmul(Tmem("O"), Tmem("P"), Smem("V"), add=True)
+    if label == "QK":
+        effect = Matmul(Tmem("S", counter="QK.issue", back=-1), Smem("Q"), Smem("K"), transposed=True)
     c.mma(
         label, m=128, n=columns, k=k, count=depth // k * max(1, cfg.m // 128), a="smem" if label == "QK" else "tmem",
-        dtype=cfg.mma_dtype, bar=BarrierUse(done.name, 1, f"{label}.issue"),
+        dtype=cfg.mma_dtype, bar=BarrierUse(done.name, 1, f"{label}.issue"), effects=(effect,),
     )  # fmt: skip
 
 
-def _scores(c: Role, cfg: Config, masked: bool) -> None:
-    """S from TMEM, its mask and row maximum."""
-    c.vector("load S", {"misc": 4}, tmem_load_bytes=4 * cfg.m * cfg.n, latency={"tmem": 1})
+def _scores(c: Role, cfg: Config, masked: bool, done: Barrier, *more: Effect) -> None:
+    """S from TMEM, its mask and row maximum, and what is done with it. ``done``: the barrier that QK completes at."""
+    effect = Move(Tmem("S", counter=f"{done.name}.shared.wait"), "S")
+    c.vector("load S", {"misc": 4}, tmem_load_bytes=4 * cfg.m * cfg.n, latency={"tmem": 1}, effects=(effect,))
     if masked:
-        c.vector("mask", {"alu": MASK_PER_SCORE * cfg.scores})
-    c.vector("row max", {"fmnmx": cfg.scores / 2 + 4, "fmul": cfg.thread_rows}, latency={"alu": 4, "fma": 1})
+        c.vector("mask", {"alu": MASK_PER_SCORE * cfg.scores}, effects=(Mask("S"),))
+    mix = {"fmnmx": cfg.scores / 2 + 4, "fmul": cfg.thread_rows}
+    c.vector("row max", mix, latency={"alu": 4, "fma": 1}, effects=(RowMax("S"), *more))
 
 
 def _probabilities(c: Role, cfg: Config) -> None:
     e, r = cfg.scores, cfg.thread_rows
     mix = add_mixes({"ffma": e + r, "ex2": e + r, "ffma2": e / 2}, cfg.convert)
-    c.vector("exp, sum, P", mix, latency={"ex2": 1, "fma": 1})
+    effects = Probabilities("S"), RowSum("S"), Round("S", "P", cfg.formats[0])
+    c.vector("exp, sum, P", mix, latency={"ex2": 1, "fma": 1}, effects=effects)
 
 
 def _p_to_tmem(c: Role, cfg: Config) -> None:
-    c.vector("store P", {"misc": 4}, tmem_store_bytes=cfg.element * cfg.m * cfg.n)
+    c.vector("store P", {"misc": 4}, tmem_store_bytes=cfg.element * cfg.m * cfg.n, effects=(Move("P", Tmem("P")),))
 
 
 def _rescale(c: Role, cfg: Config) -> None:
     """O out of TMEM, times exp2(old maximum - new), and back."""
     nbytes = 4 * cfg.m * cfg.dv
     c.vector("load O", {"misc": 4}, tmem_load_bytes=nbytes, latency={"tmem": 1})
-    c.vector("rescale O", {"fmul": cfg.outputs, "misc": 4}, tmem_store_bytes=nbytes)
+    mix = {"fmul": cfg.outputs, "misc": 4}
+    c.vector("rescale O", mix, tmem_store_bytes=nbytes, effects=(Rescale(Tmem("O")),))
 
 
 def _load_output(c: Role, cfg: Config) -> None:
-    c.vector("load O", {"misc": 4}, tmem_load_bytes=4 * cfg.m * cfg.dv, latency={"tmem": 1})
+    effects = (Move(Tmem("O"), "O"),)
+    c.vector("load O", {"misc": 4}, tmem_load_bytes=4 * cfg.m * cfg.dv, latency={"tmem": 1}, effects=effects)
 
 
 def _tmem(k: Kernel, cfg: Config, buffers: int) -> None:
     """Columns for ``buffers`` S of FP32, P and O, allocated as a power of two."""
     rows = max(1, cfg.m // 128)
-    columns = rows * (buffers * cfg.n + cfg.n * cfg.element // 4 + cfg.dv)
+    s = k.region("S", 0, rows * cfg.n, buffers)
+    p = k.region("P", s.stages * s.columns, rows * cfg.n * cfg.element // 4)
+    o = k.region("O", p.first + p.columns, rows * cfg.dv)
+    columns = o.first + o.columns
     k.tmem_columns = 1 << (columns - 1).bit_length()
 
 
@@ -76,6 +89,7 @@ def blackwell(k: Kernel, cfg: Config) -> None:
     for tensor in (key, value):
         k.smem(tensor.name, tensor.line_bytes, cfg.stages)
         full[tensor.name] = k.barrier(f"{tensor.name}.full", 1, cfg.stages)
+    output_buffer(k, q, o)
     s_full, pv_done = k.barrier("S.full", 1), k.barrier("PV.done", 1)
     with k.role("program", warps=cfg.warps, registers=255) as c, c.tiles():
         load_q(c, cfg, q)
@@ -90,7 +104,7 @@ def blackwell(k: Kernel, cfg: Config) -> None:
             for trips, copied in (("both", (value, key)), ("last V", (value,)), ("drain", ()), ("any", ())):
                 with c.loop(f"{mask} {trips}", mask):
                     c.wait_barrier(s_full, reason="dependency", label="wait QK")
-                    _scores(c, cfg, mask == "masked")
+                    _scores(c, cfg, mask == "masked", s_full)
                     _probabilities(c, cfg)
                     c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
                     wait_copy(c, cfg, "V", full)
@@ -120,6 +134,8 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
     for tensor in (key, value):
         k.smem(tensor.name, tensor.line_bytes, cfg.stages)
         full[tensor.name] = k.barrier(f"{tensor.name}.full", 1, cfg.stages)
+    output_buffer(k, q, o)
+    k.smem("alpha", 4 * cfg.m, 2)  # the correction may be a block behind
     qk_done, pv_done = k.barrier("QK.done", 1), k.barrier("PV.done", 1)
     s_free, p_full, maximum, o_ready = (k.barrier(name, 1) for name in ("S.free", "P.full", "maximum", "O.ready"))
     regions = k.barrier("region", 4, named=True)
@@ -157,7 +173,8 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
     with k.role("correction", warps=4, registers=168) as c, c.tiles():
         for _ in loops(c, ""):
             c.wait_barrier(maximum, reason="full")
-            c.vector("scale", {"fadd": 1, "ex2": 1}, latency={"smem": 1, "ex2": 1})
+            alpha = (Move(Smem("alpha", counter="maximum.shared.wait"), "alpha"),)
+            c.vector("scale", {"fadd": 1, "ex2": 1}, latency={"smem": 1, "ex2": 1}, effects=alpha)
             c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
             _rescale(c, cfg)
             c.arrive(o_ready)
@@ -165,7 +182,8 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
         cold(s, "setup", SETUP)
         for mask, _ in loops(s, ""):
             s.wait_barrier(qk_done, reason="full", label="wait QK")
-            _scores(s, cfg, mask == "masked")
+            alpha = Move("alpha", Smem("alpha", counter="maximum.shared.arrive", back=-1))
+            _scores(s, cfg, mask == "masked", qk_done, alpha)
             s.arrive(s_free)
             s.arrive(maximum)
             _probabilities(s, cfg)

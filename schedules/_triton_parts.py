@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fasim.arch import Arch
+from fasim.effects import Effect, Load, Move, Normalise, Round, Smem, Store, Syncthreads, row_blocks
 from fasim.ops import BarrierUse, Copy, Wait
 from fasim.schedule import Barrier, Kernel, Role, Tensor
 
@@ -47,6 +48,7 @@ class Config:
     stages: int
     warps: int
     element: int  # bytes
+    dtype: str
     specialized: bool
     tma: bool
 
@@ -90,6 +92,11 @@ class Config:
         return "fp8" if self.element == 1 else "bf16"
 
     @property
+    def formats(self) -> tuple[str, str]:
+        """Formats of P and O."""
+        return ("e4m3", "bf16") if self.element == 1 else (self.dtype, self.dtype)
+
+    @property
     def convert(self) -> dict[str, float]:
         """P to operands of PV: conversions, two scores each.
 
@@ -130,27 +137,38 @@ class Config:
 
 def tensors(k: Kernel, cfg: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q, K, V and O; a line is one copy's worth."""
-    lines = k.problem.batch * k.problem.heads_kv * k.problem.kv_tiles(cfg.n)
+    problem = k.problem
+    heads, kv_heads = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+    lines = kv_heads * problem.kv_tiles(cfg.n)
+    q, o = (row_blocks(heads, problem.seqlen_q, cfg.m, columns) for columns in (cfg.d, cfg.dv))
+    keys, values = (row_blocks(kv_heads, problem.seqlen_k, cfg.n, columns) for columns in (cfg.d, cfg.dv))
     return (
-        k.tensor("Q", k.tile_count, cfg.m * cfg.d * cfg.element, "q"),
-        k.tensor("K", lines, cfg.n * cfg.d * cfg.element, "kv", 1),
-        k.tensor("V", lines, cfg.n * cfg.dv * cfg.element, "kv", 1),
-        k.tensor("O", k.tile_count, 2 * cfg.m * cfg.dv, "q"),
+        k.tensor("Q", k.tile_count, cfg.m * cfg.d * cfg.element, "q", layout=q),
+        k.tensor("K", lines, cfg.n * cfg.d * cfg.element, "kv", 1, keys),
+        k.tensor("V", lines, cfg.n * cfg.dv * cfg.element, "kv", 1, values),
+        k.tensor("O", k.tile_count, 2 * cfg.m * cfg.dv, "q", layout=o),
     )
 
 
-def cold(c: Role, label: str, instructions: float) -> None:
+def output_buffer(k: Kernel, q: Tensor, o: Tensor) -> None:
+    """Where O passes on its way out: in the space of Q, or of K where it does not fit."""
+    k.smem("O", o.line_bytes, aliases="Q" if o.line_bytes <= q.line_bytes else "K")
+
+
+def cold(c: Role, label: str, instructions: float, effects: tuple[Effect, ...] = ()) -> None:
     """Straight-line code that runs once."""
-    c.delay(label, COLD_CYCLES * instructions, "work")
+    c.delay(label, COLD_CYCLES * instructions, "work", effects=effects)
 
 
 def load_q(c: Role, cfg: Config, q: Tensor) -> None:
     """Q by ordinary loads and through registers into shared memory, or by TMA."""
     cold(c, "setup", SETUP + SETUP_PER_OUTPUT * cfg.outputs)
-    c.copy("load Q", q, q.line_bytes, "load", "tma" if cfg.tma else "threads")
+    into = Smem("Q") if cfg.tma else "Q"
+    c.copy("load Q", q, q.line_bytes, "load", "tma" if cfg.tma else "threads", effects=(Load(into),))
     c.wait_copies("load", "wait Q")
     if not cfg.tma:
-        c.vector("store Q", {"sts": q.line_bytes / (512 * c.warps)}, smem_bytes=q.line_bytes, latency={"smem": 1})
+        mix, effect = {"sts": q.line_bytes / (512 * c.warps)}, Move("Q", Smem("Q", share=(0, 1)))
+        c.vector("store Q", mix, smem_bytes=q.line_bytes, latency={"smem": 1}, effects=(effect,))
     barrier(c, cfg)
 
 
@@ -159,7 +177,10 @@ def prefetch(c: Role, cfg: Config, tensor: Tensor, full: dict[str, Barrier]) -> 
     use = BarrierUse(full[tensor.name].name, full[tensor.name].stages, f"{tensor.name}.load")
     engine: Literal["tma", "threads"] = "tma" if cfg.tma else "threads"
     boxes = -(-tensor.line_bytes // (cfg.n * 128)) if cfg.tma else 1
-    c.record(Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", engine, use, boxes=boxes))
+    into = (Load(Smem(tensor.name)),)
+    c.record(
+        Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", engine, use, boxes=boxes, effects=into)
+    )
 
 
 def wait_copy(c: Role, cfg: Config, name: str, full: dict[str, Barrier]) -> None:
@@ -171,7 +192,8 @@ def wait_copy(c: Role, cfg: Config, name: str, full: dict[str, Barrier]) -> None
 def barrier(c: Role, cfg: Config) -> None:
     """__syncthreads of warps that arrive together."""
     sync = cfg.arch.sm.sync
-    c.delay("barrier", sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * c.warps, "barrier")
+    cycles = sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * c.warps
+    c.delay("barrier", cycles, "barrier", effects=(Syncthreads(),))
 
 
 def overhead(c: Role, cfg: Config) -> None:
@@ -186,15 +208,20 @@ def store_output(c: Role, cfg: Config, o: Tensor, together: Barrier | None = Non
     ``together``: the barrier of the instances that share the tile, of which the last one stores.
     """
     share = o.line_bytes / c.count
-    cold(c, "1/l, scale O", EPILOGUE_PER_OUTPUT * cfg.outputs)
-    c.vector("O to SMEM", {"sts": share / (512 * c.warps)}, smem_bytes=share, latency={"smem": 1})
+    done = Normalise("O"), Round("O", "O", cfg.formats[1]), Store("lse", "O", array="LSE")
+    cold(c, "1/l, scale O", EPILOGUE_PER_OUTPUT * cfg.outputs, done)
+    mix = {"sts": share / (512 * c.warps)}
+    c.vector("O to SMEM", mix, smem_bytes=share, latency={"smem": 1}, effects=(Move("O", Smem("O")),))
     if together is None:
         barrier(c, cfg)
     else:
         c.sync(together, label="O complete")
     if not cfg.tma:
-        c.vector("O from SMEM", {"lds": share / (512 * c.warps)}, smem_bytes=share, latency={"smem": 1})
+        mix, rows = {"lds": share / (512 * c.warps)}, (Move(Smem("O", share=(0, 1)), "rows of O"),)
+        c.vector("O from SMEM", mix, smem_bytes=share, latency={"smem": 1}, effects=rows)
     with c.only(-1):
-        c.copy("store O", o, o.line_bytes, "store", "tma" if cfg.tma else "threads", boxes=-(-cfg.dv // 64))
+        engine: Literal["tma", "threads"] = "tma" if cfg.tma else "threads"
+        store = (Store(Smem("O") if cfg.tma else "rows of O"),)
+        c.copy("store O", o, o.line_bytes, "store", engine, boxes=-(-cfg.dv // 64), effects=store)
         if cfg.tma:
             c.wait_copies("store", "wait O store")

@@ -29,6 +29,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from fasim.arch import Arch
+from fasim.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum, Smem
 from fasim.errors import ConfigError
 from fasim.library import schedule
 from fasim.ops import add_mixes
@@ -46,6 +47,7 @@ from ._triton_parts import (
     barrier,
     cold,
     load_q,
+    output_buffer,
     overhead,
     prefetch,
     store_output,
@@ -95,7 +97,7 @@ def triton(
     )
     specialized = arch.architecture == "blackwell" if warp_specialize is None else warp_specialize
     tma = (specialized or arch.architecture == "blackwell") if copies is None else copies == "tma"
-    cfg = Config(arch, m, n, d, dv, depth, width, problem.bits // 8, specialized, tma)
+    cfg = Config(arch, m, n, d, dv, depth, width, problem.bits // 8, problem.dtype, specialized, tma)
     _check(cfg)
 
     knobs: dict[str, object] = dict(tile_m=m, tile_n=n, stages=depth, warps=width, warp_specialize=specialized)
@@ -141,9 +143,10 @@ def _grid(k: Kernel, cfg: Config, longest_first: bool) -> None:
     if longest_first and problem.causal:
         block = m_blocks - 1 - block
     total, masked = np.array([problem.kv_blocks(b, cfg.m, cfg.n) for b in range(m_blocks)], dtype=np.int64).T
+    masked[total == 0] = total[total == 0] = 1  # rows that see no key pass by one block
     batch, head = pair // problem.heads_q, pair % problem.heads_q
     k.tiles = {
-        "q": np.arange(len(pair), dtype=np.int64),
+        "q": pair * m_blocks + block,
         "kv": (batch * problem.heads_kv + head // problem.group) * problem.kv_tiles(cfg.n),
     }
     for name, trips in (("full", total - masked), ("masked", masked)):
@@ -175,6 +178,7 @@ def _pipelined(k: Kernel, cfg: Config) -> None:
     for tensor in (key, value):
         k.smem(tensor.name, tensor.line_bytes, buffers)
         full[tensor.name] = k.barrier(f"{tensor.name}.full", 1, buffers)
+    output_buffer(k, q, o)
     with k.role("program", warps=cfg.warps, registers=cfg.registers) as c, c.tiles():
         load_q(c, cfg, q)
         for mask in ("full", "masked"):
@@ -190,8 +194,9 @@ def _pipelined(k: Kernel, cfg: Config) -> None:
                         barrier(c, cfg)
                         prefetch(c, cfg, key, full)
                         prefetch(c, cfg, value, full)
-        if cfg.arch.architecture == "hopper":
-            c.wait_mma(0, "wait PV")
+            if cfg.arch.architecture == "hopper":
+                c.wait_mma(0, "wait PV")
+            barrier(c, cfg)  # all are done with Q, K and V: the next loop's blocks land there, or O
         store_output(c, cfg, o)
 
 
@@ -208,7 +213,13 @@ def _step(c: Role, cfg: Config, full: dict[str, Barrier], masked: bool) -> None:
         wait_copy(c, cfg, "V", full)
     _pv(c, cfg)
     _spill(c, cfg)
-    c.vector("row sum", {"shfl": 2 * cfg.thread_rows, "fadd": 2 * cfg.thread_rows, "ffma": cfg.thread_rows})
+    _row_sum(c, cfg)
+
+
+def _row_sum(c: Role, cfg: Config) -> None:
+    """The sum of a row over its four threads, added to the corrected one; beside PV."""
+    mix = {"shfl": 2 * cfg.thread_rows, "fadd": 2 * cfg.thread_rows, "ffma": cfg.thread_rows}
+    c.vector("row sum", mix, effects=(RowSum("S"),))
 
 
 def _spill(c: Role, cfg: Config) -> None:
@@ -220,22 +231,24 @@ def _spill(c: Role, cfg: Config) -> None:
 
 def _qk(c: Role, cfg: Config) -> None:
     """S = Q K^T, complete when the role goes on."""
+    effect = Matmul("S", Smem("Q"), Smem("K"), transposed=True)
     if cfg.arch.architecture == "ampere":
-        _mma_sync(c, cfg, "QK", cfg.n * cfg.d, cfg.m * cfg.d, 2.0 * cfg.m * cfg.n * cfg.d)
+        _mma_sync(c, cfg, "QK", cfg.n * cfg.d, cfg.m * cfg.d, 2.0 * cfg.m * cfg.n * cfg.d, effect)
         return
-    _wgmma(c, cfg, "QK", cfg.n, cfg.d, "smem")
+    _wgmma(c, cfg, "QK", cfg.n, cfg.d, "smem", effect)
     c.wait_mma(0, "wait QK")
 
 
 def _pv(c: Role, cfg: Config) -> None:
     """O += P V; wgmma is left running."""
+    effect = Matmul("O", "P", Smem("V"), add=True)
     if cfg.arch.architecture == "ampere":
-        _mma_sync(c, cfg, "PV", cfg.n * cfg.dv, 0, 2.0 * cfg.m * cfg.n * cfg.dv)
+        _mma_sync(c, cfg, "PV", cfg.n * cfg.dv, 0, 2.0 * cfg.m * cfg.n * cfg.dv, effect)
         return
-    _wgmma(c, cfg, "PV", cfg.dv, cfg.n, "register")
+    _wgmma(c, cfg, "PV", cfg.dv, cfg.n, "register", effect)
 
 
-def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str) -> None:
+def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str, effect: Effect) -> None:
     """m64 instructions of the role's warpgroups.
 
     Warpgroups that share 64 rows take half of the columns per instruction: in QK each computes all of
@@ -247,16 +260,17 @@ def _wgmma(c: Role, cfg: Config, label: str, columns: int, depth: int, a: str) -
     groups = c.warps // 4
     count = cfg.rows // 64 * depth // k * (shared if label == "QK" else 1)
     one_by_one = cfg.live_registers > 255
-    for _ in range(count if one_by_one else 1):
+    commits = count if one_by_one else 1
+    for commit in range(commits):
         c.mma(
             label, m=64, n=columns // shared, k=k, count=groups * (1 if one_by_one else count), a=a,
-            dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA / groups,
+            dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA / groups, effects=(effect,) if commit == commits - 1 else (),
         )  # fmt: skip
         if one_by_one:
             c.wait_mma(0, f"wait {label}")
 
 
-def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: float) -> None:
+def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: float, effect: Effect) -> None:
     """HMMA fed by ldmatrix: every warp reads the whole tile of K or V and its own rows of Q."""
     nbytes = cfg.element * (c.warps * shared + own)
     c.vector(
@@ -265,6 +279,7 @@ def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: fl
         smem_bytes=nbytes,
         mma_sync_flops=flops,
         latency={"smem": 1, "mma_sync": 1},
+        effects=(effect,),
     )
 
 
@@ -275,10 +290,12 @@ def _softmax(c: Role, cfg: Config, masked: bool) -> None:
     """
     e, r = cfg.scores, cfg.thread_rows
     if masked:
-        c.vector("mask", {"alu": MASK_PER_SCORE * e})
-    c.vector("row max", {"fmnmx": e / 2 + 2 * r, "shfl": 2 * r, "fmul": r}, latency={"shfl": 2, "alu": 2, "fma": 1})
+        c.vector("mask", {"alu": MASK_PER_SCORE * e}, effects=(Mask("S"),))
+    row_max, latency = {"fmnmx": e / 2 + 2 * r, "shfl": 2 * r, "fmul": r}, {"shfl": 2, "alu": 2, "fma": 1}
+    c.vector("row max", row_max, latency=latency, effects=(RowMax("S"),))
     rest = add_mixes({"fmnmx": e / 2, "ffma": e, "ex2": e + r, "fadd": e, "fmul": cfg.outputs}, cfg.convert)
-    c.vector("exp, sum, P, rescale O", rest, latency={"ex2": 1, "fma": 1})
+    effects = Rescale("O"), Probabilities("S"), Round("S", "P", cfg.formats[0])
+    c.vector("exp, sum, P, rescale O", rest, latency={"ex2": 1, "fma": 1}, effects=effects)
 
 
 # --- warp specialisation on Hopper --------------------------------------------------------------
@@ -289,6 +306,7 @@ def _hopper_specialized(k: Kernel, cfg: Config) -> None:
     q_ring = k.ring(q, q.line_bytes, 1, consumers=groups, boxes=-(-cfg.d // 64))
     k_ring = k.ring(key, key.line_bytes, cfg.stages, consumers=groups, boxes=-(-cfg.d // 64))
     v_ring = k.ring(value, value.line_bytes, cfg.stages, consumers=groups, boxes=-(-cfg.dv // 64))
+    output_buffer(k, q, o)
     together = k.barrier("epilogue", groups, named=True)
     with k.role("load", warps=1, registers=24) as p, p.tiles():
         p.load(q_ring)
@@ -308,7 +326,9 @@ def _hopper_specialized(k: Kernel, cfg: Config) -> None:
                 _softmax(c, cfg, mask == "masked")
                 c.wait(v_ring)
                 _pv(c, cfg)
+                _row_sum(c, cfg)
                 c.wait_mma(0, "wait PV")
                 c.release(v_ring)
         c.release(q_ring)
+        c.sync(together, label="all done with Q")
         store_output(c, cfg, o, together)

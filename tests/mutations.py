@@ -27,6 +27,7 @@ class Mutation:
     caught: str
     problem: tuple[tuple[str, Any], ...] = ()
     knobs: tuple[tuple[str, str], ...] = ()
+    arch: str = ""  # empty: the usual one of its list
 
 
 def mutate(folder: Path, schedule: str, mutation: Mutation) -> Schedule:
@@ -61,3 +62,22 @@ def run_check(
     found = load_schedule(schedule) if isinstance(schedule, str) else schedule
     problem = Problem(**{"batch": 1, "seqlen_q": 512, "heads_q": 2, **shape})
     return check(found, problem, load_arch(arch), knobs, spread=spread)
+
+
+def right(result: dict[str, Any]) -> None:
+    """No finding, and the errors of a straightforward implementation."""
+    assert messages(result) == {}
+    assert result["passed"]
+    out, *others = result["values"]
+    assert 0 < out["rmse"] <= 1.05 * out["straightforward_rmse"]
+    assert result["problem"]["dtype"] == "fp8" or out["max_abs"] < 2e-2
+    assert all(row["output"] == "LSE" and row["max_abs"] < 2e-6 for row in others)
+
+
+def caught(schedule: str, mutation: Mutation, arch: str, folder: Path) -> None:
+    """The check that should find it does, and says why."""
+    shape = {"heads_q": 1, **dict(mutation.problem)}
+    result = run_check(mutate(folder, schedule, mutation), mutation.arch or arch, shape, dict(mutation.knobs))
+    found = messages(result)
+    assert not result["passed"]
+    assert any(mutation.caught in text for text in found.get(mutation.by, ())), found

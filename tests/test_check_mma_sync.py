@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutations import Mutation, messages, mutate, run_check
+from mutations import Mutation, caught, right, run_check
 
 #: Broken copies of FlashAttention-2.
 FA2 = [
@@ -101,26 +101,6 @@ def test_fa2_is_right_within_rounding(arch, shape, knobs):
     right(run_check("fa2", arch, shape, knobs))
 
 
-def right(result):
-    """No finding, and errors of a straightforward implementation."""
-    assert messages(result) == {}
-    assert result["passed"]
-    out, *others = result["values"]
-    assert 0 < out["rmse"] <= 1.05 * out["straightforward_rmse"] + 1e-7
-    assert out["max_abs"] < 2e-2
-    assert all(row["output"] == "LSE" and row["max_abs"] < 2e-6 for row in others)
-
-
 @pytest.mark.parametrize("mutation", FA2, ids=lambda m: m.name)
 def test_broken_copies_of_fa2_are_caught(tmp_path, mutation):
-    caught("fa2", mutation, tmp_path)
-
-
-def caught(schedule, mutation, folder):
-    """The check that should find it does, and says why."""
-    result = run_check(
-        mutate(folder, schedule, mutation), "a100", {"heads_q": 1, **dict(mutation.problem)}, dict(mutation.knobs)
-    )
-    found = messages(result)
-    assert not result["passed"]
-    assert any(mutation.caught in text for text in found.get(mutation.by, ())), found
+    caught("fa2", mutation, "a100", tmp_path)
