@@ -7,7 +7,8 @@ warpgroup meanwhile (ping-pong: named barriers hand the right to issue around), 
 own PV still runs while its row maximum is taken (overlap). KV blocks are visited last to first.
 FP8 (e4m3) has wider tiles and a producer warpgroup that transposes V. Splits cut the keys of a tile
 into parts that a second kernel adds (decoding); heads of a group then share tiles. The first release, which the paper
-measured, draws causal tiles in their natural order, takes a turn for the first QK too, rescales O between the two MMAs, and in
+measured, draws causal tiles in their natural order, takes a turn for the first QK too, rescales O between the two
+MMAs, and in
 FP8 runs QK, softmax and PV one after the other, with turns for QK alone.
 
 Sources: the hopper/ folder of Dao-AILab/flash-attention at 0251105a (tile_size.h,
@@ -48,10 +49,19 @@ from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 from ._fa3_grid import combine, grid, partial_layout, plan, query_layout, tile
 from ._fa3_producer import load_q, transpose
 
-#: Share of the exponentials the compiler places before its wait for PV (from the SASS): none where P
-#: goes through shared memory, more where tiles are narrow.
-EARLY_EXP = {64: 0.20, 96: 0.0, 128: 0.25, 192: 0.32, 256: 0.43}
-FP8_EARLY_EXP = 0.31  # 35 of 114, counted at d128 only
+#: What the compiler places between the maximum of a thread's first row and its wait for PV, by head dim: shares of EX2
+#: and of FFMA. Counted in the SASS of the main loops (nvcc 13.0), but for d192 and FP8 d96. Where P goes through shared
+#: memory, the wait comes after the maxima of both rows and before all exponentials.
+EARLY = {64: (0.20, 0.5), 96: (0.0, 0.0), 128: (0.255, 0.5), 192: (0.32, 0.5), 256: (0.35, 0.85)}
+FP8_EARLY = {64: (0.0, 0.0), 96: (0.0, 0.0), 128: (0.28, 0.83), 192: (0.20, 0.5), 256: (0.12, 0.34)}
+
+#: Exposed part of an ALU latency per FMNMX of the first row's maximum, which is one chain of dependent instructions:
+#: 6.2 cycles each at d128 (stall sampling, H200), of which port and issue explain 4.7 + 0.4.
+CHAIN_EXPOSED = 0.27
+
+#: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200. The stores
+#: themselves go out among the exponentials.
+FENCE_CYCLES = 209.0
 
 #: consumer warpgroups -> (producer, consumer) registers after setmaxnreg, registers at launch
 REGISTERS = {1: (56, 256, 128), 2: (24, 240, 168), 3: (32, 160, 128)}
@@ -82,6 +92,7 @@ class Config:
     in_registers: bool
     exp: bool
     early: float
+    early_ffma: float
     warpgroups: int
     rescale_early: bool
     first_release: bool
@@ -123,7 +134,9 @@ def fa3(
     *,
     tile_m: Annotated[int | None, "query rows per CTA, 64 per consumer warpgroup; default: tile table"] = None,
     tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None,
-    stages: Annotated[int | None, "buffers each of K and V; default: 2, or as the first release's FP8 table says"] = None,
+    stages: Annotated[
+        int | None, "buffers each of K and V; default: 2, or as the first release's FP8 table says"
+    ] = None,
     pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None,
     overlap: Annotated[
         bool | None, "issue QK of the next block before PV of the last; default: on, but for FP8 of the first release"
@@ -137,7 +150,9 @@ def fa3(
     early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
     two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False,
     splits: Annotated[int, "parts the keys of a tile are split into; 0: FlashAttention-3's heuristic"] = 1,
-    build: Annotated[Literal["2026", "2024"], "release: August 2026, or the first one (July 2024), the paper's"] = "2026",
+    build: Annotated[
+        Literal["2026", "2024"], "release: August 2026, or the first one (July 2024), the paper's"
+    ] = "2026",
 ) -> list[Kernel]:
     """FlashAttention-3 forward on Hopper: ping-pong warpgroups, QK and softmax overlapped."""
     d, dv = problem.head_dim, problem.head_dim_v
@@ -172,8 +187,10 @@ def fa3(
         cluster = 2 if shared and not problem.causal and m_blocks % 2 == 0 and persistent else 1
     if m_blocks % cluster:
         raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
-    limit = min(head for head in EARLY_EXP if head >= max(d, dv))
-    early = early_exp if early_exp is not None else FP8_EARLY_EXP if fp8 else EARLY_EXP[limit] * in_registers
+    limit = min(head for head in EARLY if head >= max(d, dv))
+    early, early_ffma = (FP8_EARLY if fp8 else EARLY)[limit] if in_registers else (0.0, 0.0)
+    if early_exp is not None:
+        early, early_ffma = early_exp, early_exp
     rescale_early = (max(d, dv) > 128 or first_release) and overlap and not fp8
     output: Literal["tma", "threads", "partial"] = (
         "partial" if cut.splits > 1 else "threads" if cut.group > 1 else "tma"
@@ -189,6 +206,7 @@ def fa3(
         in_registers,
         exp,
         early,
+        early_ffma,
         warpgroups,
         rescale_early,
         first_release,
@@ -314,14 +332,16 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
         c.arrive(turn, "next", label="pass turn")
     c.wait_mma(1, "wait QK")
     _row_max(c, cfg, masked)
-    _exp(c, cfg, "exp (early)", cfg.early, 0.5, {"fmnmx": cfg.elements / 2})
+    second_row = {"fmnmx": cfg.elements / 2} if cfg.in_registers else {}
+    if cfg.early:
+        _exp(c, cfg, "exp (early)", cfg.early, cfg.early_ffma, second_row)
+        second_row = {}
     c.release(k_ring)
     c.wait_mma(0, "wait PV")
     c.release(v_ring)
     rest = {"fadd": cfg.elements, "f2fp": cfg.elements / 2, "fmul": 4.0 + (0 if cfg.rescale_early else cfg.dv / 2)}
     rest["fadd"] += cfg.dv / 2 * cfg.two_level
-    _exp(c, cfg, "exp, sum, P", 1.0 - cfg.early, 0.5, rest, _block_effects(cfg, rescale=not cfg.rescale_early))
-    _p_to_smem(c, cfg)
+    _exp_to_p(c, cfg, 1.0 - cfg.early, 1.0 - cfg.early_ffma, rest | second_row, rescale=not cfg.rescale_early)
     c.delay("loop", LOOP_CYCLES, "issue")
 
 
@@ -379,41 +399,57 @@ def _wait_polled(c: Role, ring: Ring, everyone: bool) -> None:
 
 
 def _row_max(c: Role, cfg: Config, masked: bool) -> None:
-    """Maximum of the first of a thread's two rows; the second's is taken beside the first exponentials."""
+    """Maximum of the first of a thread's two rows (of both, where P goes through shared memory), and what it scales.
+
+    The second row's maximum is taken beside the first exponentials.
+    """
     if masked:
         c.vector("mask", {"alu": 2 * cfg.elements}, effects=(Mask("S"),))  # ISETP and FSEL per element
-    c.vector("row max", {"fmnmx": cfg.elements / 2 + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
+    rows, chain = (1, CHAIN_EXPOSED * cfg.elements / 2) if cfg.in_registers else (2, 0.0)
+    mix = {"fmnmx": cfg.elements / 2 * rows + 4, "shfl": 4}
+    c.vector("row max", mix, latency={"shfl": 2, "alu": 2 + chain})
     scale = {"ffma": 2, "ex2": 2 if cfg.exp else 0, "fmul": 2}
     c.vector("scale", scale, latency={"fma": 1, "ex2": 1}, effects=(RowMax("S"),))
 
 
 def _exp(
-    c: Role, cfg: Config, label: str, exps: float, ffmas: float, more: Mix, effects: tuple[Effect, ...] = ()
+    c: Role,
+    cfg: Config,
+    label: str,
+    exps: float,
+    ffmas: float,
+    more: Mix,
+    nbytes: int = 0,
+    effects: tuple[Effect, ...] = (),
 ) -> None:
-    c.vector(label, {"ffma": ffmas * cfg.elements, "ex2": exps * cfg.exps, **more}, effects=effects)
+    mix = {"ffma": ffmas * cfg.elements, "ex2": exps * cfg.exps, **more}
+    c.vector(label, mix, smem_bytes=nbytes, effects=effects)
 
 
-def _block_effects(cfg: Config, rescale: bool) -> tuple[Effect, ...]:
-    """A softmax after its row maximum; all exponentials count as taken with the later ones."""
+def _exp_to_p(c: Role, cfg: Config, exps: float, ffmas: float, more: Mix, rescale: bool) -> None:
+    """The last part of a softmax, to P and beyond: stmatrix goes out among the exponentials, then a proxy fence.
+
+    All exponentials count as taken here.
+    """
     effects: list[Effect] = [Add("O", "PV")] if cfg.two_level and rescale else []
     if rescale:
         effects.append(Rescale("O"))
-    return (*effects, Probabilities("S"), RowSum("S"), Round("S", "P", cfg.formats[0]))
+    effects += [Probabilities("S"), RowSum("S"), Round("S", "P", cfg.formats[0])]
+    if cfg.in_registers:
+        _exp(c, cfg, "exp, sum, P", exps, ffmas, more, 0, tuple(effects))
+        return
+    nbytes = 2 * 64 * cfg.n  # 512 per warp instruction
+    stores = {"sts": nbytes / 512 / 4}
+    _exp(c, cfg, "exp, sum, P", exps, ffmas, {**more, **stores}, nbytes, (*effects, Move("P", Smem("P"))))
+    c.delay("fence P", FENCE_CYCLES)
 
 
 def _softmax_whole(c: Role, cfg: Config, masked: bool, first: bool) -> None:
     """The whole softmax of a block with no MMA of this warpgroup in flight."""
     _row_max(c, cfg, masked)
-    rest = {"fmnmx": cfg.elements / 2, "fadd": cfg.elements, "f2fp": cfg.elements / 2}
+    rest = {"fmnmx": cfg.elements / 2 * cfg.in_registers, "fadd": cfg.elements, "f2fp": cfg.elements / 2}
     rest["fmul"] = 0.0 if first else 4.0 + cfg.dv / 2
-    _exp(c, cfg, "exp, sum, P", 1.0, 1.0, rest, _block_effects(cfg, rescale=not first))
-    _p_to_smem(c, cfg)
-
-
-def _p_to_smem(c: Role, cfg: Config) -> None:
-    if not cfg.in_registers:  # stmatrix of 16-bit P: 512 bytes per warp instruction, then a proxy fence
-        mix, effect = {"sts": 2 * 64 * cfg.n / 512 / 4}, Move("P", Smem("P"))
-        c.vector("store P", mix, smem_bytes=2 * 64 * cfg.n, latency={"smem": 1}, effects=(effect,))
+    _exp_to_p(c, cfg, 1.0, 1.0, rest, rescale=not first)
 
 
 def _store_output(c: Role, cfg: Config, epilogue: Barrier, o: Tensor, o_free: Barrier) -> None:
