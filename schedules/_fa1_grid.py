@@ -101,7 +101,8 @@ def row_layouts(k: Kernel, splits: int, steps: int, blocks: int) -> dict[str, La
 
     def layout(tensor: str, array: str) -> Layout:
         def order(tile: int, kind: str, number: int) -> int:
-            return copies(tile)[tensor, kind][number]
+            lines = copies(tile)[tensor, kind]
+            return lines[number] if number < len(lines) else -1
 
         rows = problem.batch * problem.heads_q * length
         return Layout(rows, problem.head_dim, region, array, order=order)

@@ -28,6 +28,7 @@ class Mutation:
     problem: tuple[tuple[str, Any], ...] = ()
     knobs: tuple[tuple[str, str], ...] = ()
     arch: str = ""  # empty: the usual one of its list
+    spread: float = 1.0  # of Q: with more, row maxima grow
 
 
 def mutate(folder: Path, schedule: str, mutation: Mutation) -> Schedule:
@@ -77,7 +78,8 @@ def right(result: dict[str, Any]) -> None:
 def caught(schedule: str, mutation: Mutation, arch: str, folder: Path) -> None:
     """The check that should find it does, and says why."""
     shape = {"heads_q": 1, **dict(mutation.problem)}
-    result = run_check(mutate(folder, schedule, mutation), mutation.arch or arch, shape, dict(mutation.knobs))
+    broken, knobs = mutate(folder, schedule, mutation), dict(mutation.knobs)
+    result = run_check(broken, mutation.arch or arch, shape, knobs, mutation.spread)
     found = messages(result)
     assert not result["passed"]
     assert any(mutation.caught in text for text in found.get(mutation.by, ())), found

@@ -104,3 +104,92 @@ def test_fa2_is_right_within_rounding(arch, shape, knobs):
 @pytest.mark.parametrize("mutation", FA2, ids=lambda m: m.name)
 def test_broken_copies_of_fa2_are_caught(tmp_path, mutation):
     caught("fa2", mutation, "a100", tmp_path)
+
+
+#: Broken copies of FlashAttention-1.
+FA1 = [
+    Mutation(
+        "V lands where other warps still read parts of O",
+        "fa1.py",
+        "    if not first:\n        _syncthreads(w, arch)  # the last step's parts of O have been read\n",
+        "",
+        "race",
+        "overwrites KV that warps 'sum O' (",
+    ),
+    Mutation(
+        "row maxima read before all warps have written theirs",
+        "fa1.py",
+        "effects=row_max)\n    _syncthreads(w, arch)\n",
+        "effects=row_max)\n",
+        "race",
+        "reads parts that warps 'row max' (",
+    ),
+    Mutation(
+        "next Q stored after the last barrier",
+        "fa1.py",
+        'effects=(Store("O"), Store("lse", array="LSE")))\n',
+        'effects=(Store("O"), Store("lse", array="LSE")))\n    if more:\n        _q_to_smem(w, cfg, first)\n',
+        "race",
+        "reads Q[1] that warps 'Q to SMEM' (",
+    ),
+    Mutation(
+        "O of earlier blocks not corrected",
+        "fa1.py",
+        '(ResumeOutput("O", "old lse"), Rescale("O"))',
+        '(ResumeOutput("O", "old lse"),)',
+        "scale",
+        "a rescale is missing or twice",
+        spread=8,  # their log-sum-exp counts as a maximum, which few scores exceed otherwise
+    ),
+    Mutation(
+        "O of earlier blocks not waited for",
+        "fa1.py",
+        '        w.wait_copies("load", "wait O")\n',
+        "        pass\n",
+        "race",
+        "no wait for the copy to land",
+    ),
+    Mutation(
+        "O of earlier blocks not read",
+        "fa1.py",
+        '    if not first:\n        w.copy("load O"',
+        '    if False:\n        w.copy("load O"',
+        "output",
+        "writes rows of O partial again a second time",
+    ),
+    Mutation(
+        "no division at the end",
+        "fa1.py",
+        ', Normalise("O"))',
+        ', Move("m", "lse"))',
+        "scale",
+        "were not divided by their row sum",
+    ),
+    Mutation(
+        "no mask below the diagonal",
+        "fa1.py",
+        'effects=(Mask("S"),)',
+        "effects=()",
+        "data",
+        "takes in scores that the mask hides",
+        (("causal", True),),
+    ),
+]
+
+FA1_SHAPES = [
+    ("a100", {}, {}),
+    ("h100", {"causal": True, "dtype": "fp16", "seqlen_q": 400}, {}),
+    ("a100", {"seqlen_q": 100, "seqlen_k": 577, "head_dim": 64}, {"num_splits": "1"}),
+    ("a100", {"seqlen_q": 333, "head_dim": 80, "causal": True, "batch": 2, "heads_q": 1}, {"num_splits": "3"}),
+    ("a100", {"seqlen_q": 200, "seqlen_k": 100, "head_dim": 32}, {}),
+]
+
+
+@pytest.mark.parametrize(("arch", "shape", "knobs"), FA1_SHAPES)
+def test_fa1_is_right_within_rounding(arch, shape, knobs):
+    right(run_check("fa1", arch, shape, knobs))
+
+
+@pytest.mark.parametrize("mutation", FA1, ids=lambda m: m.name)
+def test_broken_copies_of_fa1_are_caught(tmp_path, mutation):
+    caught("fa1", mutation, "a100", tmp_path)
