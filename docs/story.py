@@ -100,6 +100,74 @@ CHAPTERS = (
 )
 
 
+@dataclass(frozen=True)
+class Fact:
+    """What a paper is remembered by. Shapes as in its figures: 16384 or 32768 tokens, heads x head dim = 2048."""
+
+    claim: str
+    published: str
+    schedule: str
+    arch: str
+    seqlen: int
+    head_dim: int
+    dtype: str = "fp16"
+    tokens: int = 16384
+    knobs: tuple[tuple[str, object], ...] = ()
+    against: tuple[str, tuple[tuple[str, object], ...]] | None = None  # schedule and knobs: a ratio, not a rate
+
+    def run(self, schedule: str, knobs: tuple[tuple[str, object], ...]) -> Run:
+        """``schedule`` on the fact's problem."""
+        problem = Problem(
+            batch=max(1, self.tokens // self.seqlen),
+            seqlen_q=self.seqlen,
+            heads_q=2048 // self.head_dim,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+        return simulate(schedule, problem, load_arch(self.arch), knobs=dict(knobs))
+
+    def line(self) -> str:
+        """A line of the table."""
+        run = self.run(self.schedule, self.knobs)
+        share = 100 * run.tflops / load_arch(self.arch).chip.datasheet_tflops[self.dtype]
+        said = f"{run.tflops:.0f} TFLOP/s, {share:.0f} % of the data sheet's peak"
+        if self.against is not None:
+            said = f"{run.tflops / self.run(*self.against).tflops:.2f}"
+        shape = f"{self.arch}, S{self.seqlen} d{self.head_dim} {self.dtype}"
+        return f"| {self.claim} | {shape} | {self.published} | {said} |"
+
+
+FIRST_RELEASE = (("build", "2024"),)
+FACTS = (
+    Fact("FA1 / FA2", "about half", "fa1", "a100", 4096, 64, against=("fa2", ())),
+    Fact("FA2 on its chip, short", "50 %", "fa2", "a100", 512, 64),
+    Fact("FA2 on its chip, long", "73 %", "fa2", "a100", 16384, 128),
+    Fact("FA2 on Hopper", "35 %", "fa2", "h100", 16384, 128),
+    Fact("FA3", "about 650 TFLOP/s", "fa3", "h100", 16384, 128, knobs=FIRST_RELEASE),
+    Fact("FA3 at its best", "75 %", "fa3", "h100", 16384, 256, knobs=FIRST_RELEASE),
+    Fact("FA3 FP8", "about 1200 TFLOP/s", "fa3", "h100", 16896, 256, dtype="fp8", tokens=16896),
+    Fact("FA4 at its best", "1605 TFLOP/s, 71 %", "fa4", "b200", 32768, 128, dtype="bf16", tokens=32768),
+    Fact(
+        "FA4 / Triton without warp specialisation",
+        "2.1 to 2.7",
+        "fa4",
+        "b200",
+        16384,
+        128,
+        dtype="bf16",
+        tokens=32768,
+        against=("triton", (("warp_specialize", "off"),)),
+    ),
+)
+
+
+def facts() -> str:
+    """What the papers are remembered by, and what is simulated."""
+    head = "| | run | published | simulated |\n|---|---|---|---|\n"
+    text = "Without a clock given, at the one each chip is documented to hold.\n\n"
+    return "## What is remembered\n\n" + text + head + "\n".join(fact.line() for fact in FACTS) + "\n"
+
+
 def row(label: str, run: Run) -> str:
     """A line of the table of runs."""
     cells = " | ".join(f"{run.utilisation[unit]:.0f}" for unit in UNITS)
@@ -129,4 +197,5 @@ def story() -> None:
             name = f"story_{chapter.schedule}_{chapter.arch}.png"
             plot_timeline([(f"{chapter.schedule} on {chapter.arch}", run)], ROOT / "docs" / "img" / name)
             parts.append(f"![{chapter.schedule} on {chapter.arch}, one SM](img/{name})\n")
+    parts.append(facts())
     (ROOT / "docs" / "story.md").write_text("\n".join(parts))

@@ -214,3 +214,20 @@ def test_plot_refuses_what_it_cannot_draw(fasim, tmp_path, capsys):  # noqa: F81
     assert fasim(f"validate --data {path} --jobs 1 --plot {tmp_path / 'a.pdf'}") == 2
     assert "(choices: .png, .svg)" in capsys.readouterr().err
     assert fasim(f"validate --counters {path} --plot {tmp_path / 'a.png'}") == 2
+
+
+def test_rows_above_a_size_are_listed(study, fake: Fake):  # noqa: F811
+    small, large = study(row(cycles="1000"), row(cycles="1", seqlen=9000), max_tflop=1).rows
+    assert small.error == 0
+    assert large.reason == "2.7 TFLOP: above --max-tflop 1"
+    assert len(fake.simulated) == 1
+
+
+def test_where_picks_rows_by_cell(fasim, tmp_path, fake: Fake, capsys):  # noqa: F811
+    path = tmp_path / "data.csv"
+    lines = [row(cycles="800") + ",A", row(cycles="1250", seqlen=1001) + ",B"]
+    path.write_text("\n".join((HEAD + ",grade", *lines)) + "\n")
+    assert fasim(f"validate --data {path} --jobs 1 --where grade=A --json -") == 0
+    assert [r["grade"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["A"]
+    assert fasim(f"validate --data {path} --where grad=A") == 2
+    assert "did you mean 'grade'" in capsys.readouterr().err

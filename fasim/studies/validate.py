@@ -59,6 +59,7 @@ def validate(
     overrides: Sequence[str] = (),
     engine: str = "compiled",
     threads: int | None = None,
+    max_tflop: float | None = None,
     effects: bool = False,
     progress: Progress | None = None,
 ) -> Validation:
@@ -71,6 +72,7 @@ def validate(
         overrides: ``path=value`` changes of every architecture.
         engine: ``compiled`` or ``reference``.
         threads: simulations at a time, one per CPU by default.
+        max_tflop: problems of more TFLOP are not simulated, which their rows say.
         effects: also compare each ``variant`` with the ``*_default`` variant of the same shape.
         progress: called with the number of finished simulations and of all.
 
@@ -88,6 +90,7 @@ def validate(
     check_overrides(lines, overrides)
     load = cache(load_schedule)
     jobs = [job_of(f"{path}:{number}", columns, load, overrides, engine) for number, columns in lines]
+    jobs = [_within(job, max_tflop) for job in jobs]
     outcomes = _simulate([job for job in jobs if isinstance(job, Job)], threads, progress)
     rows = tuple(
         _compare(f"{path}:{number}", columns, outcomes[job] if isinstance(job, Job) else job)
@@ -169,6 +172,13 @@ def job_of(
         clock_mhz=clock_mhz,
         engine=engine,
     )
+
+
+def _within(job: Job | str, max_tflop: float | None) -> Job | str:
+    """``job``, or why it is not simulated."""
+    if max_tflop is None or isinstance(job, str) or job.problem.flops() <= 1e12 * max_tflop:
+        return job
+    return f"{job.problem.flops() / 1e12:.2g} TFLOP: above --max-tflop {max_tflop:g}"
 
 
 def _arch_name(columns: Mapping[str, str]) -> str:

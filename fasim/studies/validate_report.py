@@ -32,8 +32,8 @@ def render_validation(result: Validation, *, rows: bool = False) -> RenderableTy
     groups, chips, totals = result.groups(), result.chips(), result.totals()
     if groups:
         parts += [_summary_table(("kernel", "dtype", "direction", "d"), groups.items()), ""]
-        if len(chips) > 1:
-            parts += [_summary_table(("arch", "compared"), chips.items()), ""]
+        if len({key[0] for key in chips}) > 1:
+            parts += [_summary_table(("arch", "kernel", "compared"), sorted(chips.items())), ""]
         parts += [_summary_table(("total",), (((_TOTALS[name],), summary) for name, summary in totals.items())), ""]
     if result.effects is not None:
         parts += [_effect_table(result.effects, per_shape=rows), _effect_line(result.effects), ""]

@@ -106,8 +106,8 @@ class Validation:
         return self._summaries(lambda row: tuple(row.columns[name] for name in _GROUP))
 
     def chips(self) -> dict[tuple[str, ...], Summary]:
-        """Summary by (arch, what was compared), which a file of several chips must not mix."""
-        return self._summaries(lambda row: (row.columns["arch"], row.compared or ""))
+        """Summary by (arch, kernel, what was compared), which a file of several chips must not mix."""
+        return self._summaries(lambda row: (row.columns["arch"], row.columns["kernel"], row.compared or ""))
 
     def totals(self) -> dict[str, Summary]:
         """Summary of all predicted rows, of kernels from ``SHORT_US`` on, and of shorter ones."""
@@ -143,7 +143,9 @@ class Validation:
                 {**{name: _plain(text) for name, text in zip(_GROUP, key, strict=True)}, **vars(summary)}
                 for key, summary in self.groups().items()
             ],
-            "chips": [{"arch": k[0], "compared": k[1], **vars(summary)} for k, summary in self.chips().items()],
+            "chips": [
+                {"arch": k[0], "kernel": k[1], "compared": k[2], **vars(summary)} for k, summary in self.chips().items()
+            ],
             "totals": {name: vars(summary) for name, summary in self.totals().items()},
         }
         if self.effects is not None:
