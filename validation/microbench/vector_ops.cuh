@@ -8,6 +8,7 @@ enum class Op {
   kEx2,
   kFmnmx,
   kF2fp,
+  kF2fp8,
   kFfma,
   kFmul,
   kFadd,
@@ -22,7 +23,7 @@ enum class Op {
 };
 
 inline const char* op_name(Op op) {
-  static const char* names[] = {"ex2",   "fmnmx", "f2fp",        "ffma",      "fmul",      "fadd",      "shfl",
+  static const char* names[] = {"ex2",   "fmnmx", "f2fp",        "2f2fp8",    "ffma",      "fmul",      "fadd",      "shfl",
                                 "hfma2", "sel",   "softmax_mix", "ex2+1ffma", "ex2+2ffma", "ex2+4ffma", "idle"};
   return names[int(op)];
 }
@@ -63,6 +64,15 @@ __device__ __forceinline__ void vector_step(VectorState& s, int i) {
   if constexpr (kOp == Op::kF2fp) {
     uint32_t packed;
     asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(x), "f"(y));
+    x = __uint_as_float(packed);
+  }
+  if constexpr (kOp == Op::kF2fp8) {  // two conversions, the second packs its pair on top of the first
+    uint32_t packed;
+    asm volatile(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %1, %2; cvt.rn.satfinite.e4m3x2.f32 hi, %2, %1;"
+        " mov.b32 %0, {lo, hi}; }"
+        : "=r"(packed)
+        : "f"(x), "f"(y));
     x = __uint_as_float(packed);
   }
   if constexpr (kOp == Op::kFfma) asm volatile("fma.rn.ftz.f32 %0, %0, %1, %2;" : "+f"(x) : "f"(s.scale), "f"(s.shift));
