@@ -58,10 +58,14 @@ Operand = str | Place
 
 # --- global memory ------------------------------------------------------------------------------------------------
 class Region(NamedTuple):
-    """Rows (-1: outside the tensor, read as zero) and columns of a global array."""
+    """Rows (-1: outside the tensor, read as zero) and columns of a global array.
+
+    ``keys``: in a matrix of scores, the rows of K that these columns stand for.
+    """
 
     rows: IntArray
     columns: slice = slice(None)
+    keys: IntArray | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Layout:
     ``region(line, tile)`` is the part of the array ``array`` (None: called like the tensor) with ``rows`` x
     ``columns`` elements in line ``line``, when work tile ``tile`` asks. Rows of Q and O are numbered
     (batch, head, token), those of K and V likewise. ``share(line)``: the part (from, to) of a buffer's stage that a
-    copy of the line fills. Where one line of the model's L2 stands for many, ``order(tile, kind, number)`` is the line
+    copy of the line fills, or where in a wider source the columns begin that it stores. Where one line of the model's L2 stands for many, ``order(tile, kind, number)`` is the line
     that copy ``number`` of a work tile means; loads and stores (``kind``) count apart.
     """
 

@@ -278,6 +278,7 @@ class Kernel:
     regions: list[Region] = field(default_factory=list)
     launch_us: float = 0.0  # host time to launch it, after which it starts at the earliest; 0: a captured graph
     load: Literal["tensor", "memory"] = "tensor"  # what draws the power: picks the chip's sustained clock
+    score_format: str | None = None  # the scores pass through memory in this format, so a check rounds them too
     not_attention: str | None = None  # why the values are not attention's, where a knob leaves something out
 
     def smem(self, name: str, nbytes: int, stages: int = 1, aliases: str | None = None) -> Buffer:

@@ -12,11 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.arch import Arch
+from fasim.effects import (
+    Effect,
+    Layout,
+    Load,
+    Normalise,
+    Probabilities,
+    Region,
+    Register,
+    Round,
+    RowMax,
+    RowSum,
+    Store,
+)
 from fasim.ops import Mix, scale_mix
 from fasim.problem import Problem
 from fasim.schedule import Kernel
 
-from ._naive_gemm import STEP, TILE_M, matrix
+from ._naive_gemm import STEP, TILE_M, keys_of, matrix
 
 #: What L2 hands out at least.
 SECTOR_BYTES = 32
@@ -38,6 +51,7 @@ class Pass:
     writes: tuple[tuple[str, int, int], ...]
     registers: int = 32
     threads: int = 128
+    effects: tuple[Effect, ...] | None = ()  # on what was read, called x; None: not followed
 
 
 def slots(active: float, **mix: float) -> Mix:
@@ -101,13 +115,13 @@ def score_pass(problem: Problem, arch: Arch, spec: Pass, knobs: dict[str, object
 
 
 def operand_pass(
-    problem: Problem, arch: Arch, spec: Pass, lines: int, elements: float, knobs: dict[str, object]
+    problem: Problem, arch: Arch, spec: Pass, lines: int, elements: float, layout: Layout, knobs: dict[str, object]
 ) -> Kernel:
     """``spec`` over Q, K, V or O, in ``lines`` of ``elements``."""
     k = Kernel(spec.name, problem, arch, knobs)
     k.tiles = {"line": np.arange(lines, dtype=np.int64)}
     for name, size, _ in spec.reads + spec.writes:
-        k.tensor(name, lines, round(size * elements), "line")
+        k.tensor(name, lines, round(size * elements), "line", layout=layout)
     _body(k, spec, elements, {name: (name, size * elements) for name, size, _ in spec.reads + spec.writes})
     return k
 
@@ -115,14 +129,19 @@ def operand_pass(
 def _body(k: Kernel, spec: Pass, elements: float, tensors: dict[str, tuple[str, float]]) -> None:
     """A CTA a line: load, compute, store."""
     with k.role("warps", warps=spec.threads // 32, registers=spec.registers) as w, w.tiles():
-        for name, _, accesses in spec.reads:
-            for _ in range(accesses):
-                w.copy(f"load {name}", k.find_tensor(name), round(tensors[name][1]), "load", "threads")
+        for number, (name, _, accesses) in enumerate(spec.reads):
+            for access in range(accesses):
+                into = (Load("x"),) if number == access == 0 and spec.effects is not None else ()
+                w.copy(f"load {name}", k.find_tensor(name), round(tensors[name][1]), "load", "threads", effects=into)
         w.wait_copies("load", "wait loads")
-        w.vector(spec.name, scale_mix(spec.mix, elements / spec.threads))
+        w.vector(spec.name, scale_mix(spec.mix, elements / spec.threads), effects=spec.effects or ())
+        out: tuple[Effect, ...] = (Store("x"),) if spec.effects is not None else ()
         for name, _, accesses in spec.writes:
-            for _ in range(accesses):
-                w.copy(f"store {name}", k.find_tensor(name), round(tensors[name][1]), "store", "threads")
+            for access in range(accesses):
+                effects = out if access == 0 else ()
+                w.copy(
+                    f"store {name}", k.find_tensor(name), round(tensors[name][1]), "store", "threads", effects=effects
+                )
 
 
 def softmax(
@@ -139,7 +158,9 @@ def softmax(
     k.tiles = {"line": first}
     copies = max(1, lines // ctas)
     nbytes = element * rows * keys // copies
-    scores, out = (matrix(k, name, "line", element) for name in (source, "P"))
+    layout = _row_layout(problem, rows, copies)
+    scores, out = (matrix(k, name, "line", element, layout) for name in (source, "P"))
+    parts = [(copy / copies, (copy + 1) / copies) for copy in range(copies)]
     warps = rows if by_warp else 32
     held = keys / 32 if by_warp else keys / 1024  # elements of a row per thread
     registers = round(22 + held + (0 if by_warp else held))  # 30 and 37 of the block kernel at 4 and 8: counters
@@ -147,16 +168,37 @@ def softmax(
     mix = scale_mix(kind.mix(keys), held * scale)
     levels = 5 if by_warp else 10  # butterfly of a warp, twice for a block
     with k.role("warps", warps=warps, registers=registers) as w, w.tiles():
-        for _ in range(copies):
-            w.copy(f"load {source}", scores, nbytes, "load", "threads")
+        for part in parts:
+            into = (Load(Register("S", share=part)),)
+            w.copy(f"load {source}", scores, nbytes, "load", "threads", effects=into)
         w.wait_copies("load", f"wait {source}")
-        with w.loop(1 if by_warp else rows, "rows"):
-            for label, share in (("row max", 0.2), ("exp and sum", 0.4)):
-                w.vector(label, scale_mix(mix, share), latency={"shfl": levels, "alu": levels})
+        last = 1 if by_warp else rows
+        for row in range(1, last + 1):  # values: all rows with the last
+            steps: tuple[tuple[Effect, ...], ...] = (RowMax("S"),), (Probabilities("S"), RowSum("S")), (Normalise("S"),)
+            if element == 2:
+                steps = *steps[:2], (*steps[2], Round("S", "S", problem.dtype))
+            largest, exps, divided = steps if row == last else ((), (), ())
+            for label, share, effects in (("row max", 0.2, largest), ("exp and sum", 0.4, exps)):
+                latency = {"shfl": levels, "alu": levels}
+                w.vector(label, scale_mix(mix, share), latency=latency, effects=effects)
                 if not by_warp:
                     w.delay("syncthreads", 2 * sync, "barrier")
-            w.vector("normalise", scale_mix(mix, 0.4))
-        for _ in range(copies):
-            w.copy("store P", out, nbytes, "store", "threads")
+            w.vector("normalise", scale_mix(mix, 0.4), effects=divided)
+        for part in parts:
+            w.copy("store P", out, nbytes, "store", "threads", effects=(Store(Register("S", share=part)),))
         w.wait_copies("store", "drain")  # a warp exits when its stores have left
     return k
+
+
+def _row_layout(problem: Problem, rows: int, copies: int) -> Layout:
+    """A CTA takes ``rows`` whole rows in ``copies`` parts; the L2 knows lines of other rows, as many."""
+    total = problem.batch * problem.heads_q * problem.seqlen_q
+
+    def region(part: int, tile: int) -> Region:
+        row = tile * rows + np.arange(rows, dtype=np.int64)
+        columns = slice(*(round((part + end) / copies * problem.seqlen_k) for end in (0, 1)))
+        return Region(
+            np.where(row < total, row, -1), columns, keys_of(problem, int(row[0]) // problem.seqlen_q, columns)
+        )
+
+    return Layout(total, problem.seqlen_k, region, order=lambda tile, kind, number: number)

@@ -18,13 +18,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
+from fasim.effects import Effect, Mask, Round
 from fasim.errors import ConfigError
 from fasim.library import schedule
 from fasim.ops import Mix, add_mixes, scale_mix
 from fasim.problem import Problem
 from fasim.schedule import Kernel
 
-from ._naive_gemm import STEP, Gemm, gemm, operand_shape
+from ._naive_gemm import STEP, Gemm, gemm, operand_layout, operand_shape
 from ._naive_rows import (
     ADD_MASK,
     ALL,
@@ -111,11 +112,18 @@ def naive(
 
     def operand(name: str, mix: Mix, tensor: str, read: Access, write: Access, accesses: int = 1) -> Kernel:
         lines, elements = operand_shape(problem, first, second, tensor)
-        spec = Pass(name, mix, ((*read, accesses),), ((*write, 1),), 18 if mix is STRIDED else 32)
-        return operand_pass(problem, arch, spec, lines, elements, knobs)
+        rounded = (Round("x", "x", problem.dtype),) if tensor == "O" else ()
+        registers = 18 if mix is STRIDED else 32
+        spec = Pass(name, mix, ((*read, accesses),), ((*write, 1),), registers, effects=rounded)
+        of, operand = {"Q": (first, "a"), "K": (first, "b"), "V": (second, "b"), "O": (second, "c")}[tensor]
+        layout = operand_layout(problem, of, operand)
+        return operand_pass(problem, arch, spec, lines, elements, layout, knobs)
 
-    def scores(name: str, mix: Mix, reads: tuple[Access, ...], *writes: Access) -> Kernel:
-        spec = Pass(name, mix, tuple((*read, 1) for read in reads), tuple((*write, 1) for write in writes))
+    def scores(
+        name: str, mix: Mix, reads: tuple[Access, ...], *writes: Access, effects: tuple[Effect, ...] | None = ()
+    ) -> Kernel:
+        accesses = (tuple((*access, 1) for access in both) for both in (reads, writes))
+        spec = Pass(name, mix, *accesses, effects=effects)
         return score_pass(problem, arch, spec, knobs)
 
     kernels: list[Kernel] = []
@@ -130,20 +138,21 @@ def naive(
     if problem.causal:
         mix = {"kernels": MASK, "pytorch": ADD_MASK, "sdpa": FP32_MASK}[framework]
         mask = () if framework == "kernels" else (("mask", element),)
-        kernels.append(scores("mask", mix, (("S", element), *mask), (masked, element)))
+        kernels.append(scores("mask", mix, (("S", element), *mask), (masked, element), effects=(Mask("x"),)))
     kernels.append(softmax(problem, arch, masked, element, kind, per_element / counted, knobs))
     if framework == "pytorch":
         kernels.append(operand("copy V", STRIDED, "V", ("QKV.V", 2), ("V", 2)))
     if sdpa:
-        kernels.append(scores("is infinite", IS_INFINITE, ((masked, 4),), ("infinite", 1)))
-        kernels.append(scores("all", ALL, (("infinite", 1),)))
+        kernels.append(scores("is infinite", IS_INFINITE, ((masked, 4),), ("infinite", 1), effects=None))
+        kernels.append(scores("all", ALL, (("infinite", 1),), effects=None))
         kernels.append(scores("where", WHERE, (("P", 4),), (p, 4)))
-        kernels.append(scores("cast P", CAST, ((p, 4),), ("P16", 2)))
+        kernels.append(scores("cast P", CAST, ((p, 4),), ("P16", 2), effects=None))
     kernels.append(gemm(problem, arch, second, depths[1], knobs))
     if sdpa:
         kernels.append(operand("cast O", CAST, "O", ("O", 4), ("O16", 2)))
     for kernel in kernels:
         kernel.load = "memory"
+        kernel.score_format = None if sdpa else problem.dtype
         kernel.launch_us = launch_us * LAUNCHES.get((framework, kernel.name), 1)
     return kernels
 

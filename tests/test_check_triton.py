@@ -174,3 +174,93 @@ TRITON = [
 @pytest.mark.parametrize("mutation", TRITON, ids=lambda m: m.name)
 def test_broken_copies_of_triton_are_caught(tmp_path, mutation):
     caught("triton", mutation, mutation.arch, tmp_path)
+
+
+#: Broken copies of standard attention.
+NAIVE = [
+    Mutation(
+        "stage released while its MMAs run",
+        "_naive_gemm.py",
+        "        role.wait_mma(1)\n",
+        "        role.wait_mma(2)\n",
+        "race",
+        "the completion of the MMA was not waited for",
+    ),
+    Mutation(
+        "C overwritten while it is stored",
+        "_naive_gemm.py",
+        '        w.sync(barrier, label="last C stored")\n',
+        "",
+        "race",
+        "no wait until the store has read it",
+        (("seqlen_q", 1024),),
+    ),
+    Mutation(
+        "C stored before both halves are there",
+        "_naive_gemm.py",
+        '        w.sync(barrier, label="C complete")\n',
+        "",
+        "race",
+        "reads C that consumer0 'C to SMEM' (",
+    ),
+    Mutation(
+        "accumulator free before it has been read",
+        "_naive_gemm.py",
+        '        nbytes, load = 4 * TILE_M * g.tile_n, (Move(Tmem("C",',
+        '        w.arrive(empty)\n        nbytes, load = 4 * TILE_M * g.tile_n, (Move(Tmem("C",',
+        "race",
+        "overwrites C[0] that epilogue 'load C' (",
+        (("seqlen_q", 1024),),
+        arch="b200",
+    ),
+    Mutation(
+        "nothing masked",
+        "naive.py",
+        'effects=(Mask("x"),)',
+        "effects=()",
+        "data",
+        "takes in scores that the mask hides",
+        (("causal", True),),
+    ),
+    Mutation(
+        "P not divided",
+        "_naive_rows.py",
+        '(Normalise("S"),)',
+        "()",
+        "scale",
+        "were not divided by their row sum",
+    ),
+    Mutation(
+        "V of the first keys only",
+        "_naive_gemm.py",
+        'b = k.tensor(g.b, b_lines, b_bytes, "b", 1,',
+        'b = k.tensor(g.b, b_lines, b_bytes, "b", 1 if g.c_lines else 0,',
+        "data",
+        "not the same keys",
+    ),
+]
+
+NAIVE_SHAPES = [
+    ("a100", {"causal": True}, {}),
+    ("h100", {"seqlen_q": 333, "seqlen_k": 577, "head_dim": 64, "heads_q": 4, "heads_kv": 2}, {}),
+    ("b200", {"seqlen_q": 577, "seqlen_k": 333, "causal": True, "heads_q": 1}, {}),  # the first queries see no key
+    ("h100", {"seqlen_q": 100, "seqlen_k": 2500, "heads_q": 1, "head_dim": 192}, {}),
+    ("h100", {"causal": True, "heads_q": 1}, {"framework": "pytorch"}),
+    ("h100", {"causal": True, "heads_q": 1, "seqlen_q": 300}, {"framework": "sdpa"}),
+]
+
+
+@pytest.mark.parametrize(("arch", "shape", "knobs"), NAIVE_SHAPES)
+def test_naive_is_right_within_rounding(arch, shape, knobs):
+    right(run_check("naive", arch, shape, knobs), 1.1)  # P is rounded after its division
+
+
+def test_scores_in_memory_cost_accuracy():
+    """Rounded to 16 bit they nearly double the error."""
+    naive, fa2 = (run_check(name, "h100", {}, {})["values"][0]["rmse"] for name in ("naive", "fa2"))
+    assert 1.6 < naive / fa2 < 2.1
+
+
+@pytest.mark.parametrize("mutation", NAIVE, ids=lambda m: m.name)
+def test_broken_copies_of_naive_are_caught(tmp_path, mutation):
+    caught("naive", mutation, "h100", tmp_path)

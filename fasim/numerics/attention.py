@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fasim.errors import ConfigError
 from fasim.numerics.exp2 import MUFU, Exp2, exp2
-from fasim.numerics.formats import Array, Float32, round_probabilities
+from fasim.numerics.formats import Array, Float32, round_probabilities, round_to
 
 Bool = npt.NDArray[np.bool_]
 
@@ -51,12 +51,14 @@ class Softmax:
 
     ``exp2``: how exponentials are computed. ``threshold`` (log2 units): the reference maximum stays, and nothing is
     rescaled, until the scaled maximum has grown by more; 0 is the classic rule, FlashAttention-4 uses 8 (16-bit) and
-    0 (FP8). ``p_format``: format of P in the second GEMM. Raises ConfigError for a negative threshold.
+    0 (FP8). ``p_format``: format of P in the second GEMM. ``s_format``: scores are rounded to it, as those that pass
+    through memory are; None keeps float32. Raises ConfigError for a negative threshold.
     """
 
     exp2: Exp2 = MUFU
     threshold: float = 0.0
     p_format: str = "bf16"
+    s_format: str | None = None
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0.0:
@@ -160,7 +162,10 @@ def attention_tiled(
         state = initial_state(q.shape[:-1], v.shape[-1])
         for tile in share:
             keys = slice(tile * tile_n, (tile + 1) * tile_n)
-            scores = np.where(visible[:, keys], q @ np.swapaxes(k[..., keys, :], -1, -2), np.float32(-np.inf))
+            products = q @ np.swapaxes(k[..., keys, :], -1, -2)
+            if softmax.s_format is not None:
+                products = round_to(products, softmax.s_format)
+            scores = np.where(visible[:, keys], products, np.float32(-np.inf))
             state, moved = online_softmax_step(state, scores, v[..., keys, :], scale_log2, softmax)
             rescaled.append(moved)
         parts.append(finish(state, scale_log2))

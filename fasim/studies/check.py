@@ -108,7 +108,8 @@ def check(
     else:
         result["values_reason"] = _why_not(kernels, arrays, annotated, broken)
         if result["values_reason"] is None:
-            result["values"] = [asdict(error) for error in compare(problem, inputs, arrays, log)]
+            s_format = next((k.score_format for k in kernels if k.score_format), None)
+            result["values"] = [asdict(error) for error in compare(problem, inputs, arrays, log, s_format)]
     result["findings"] = [asdict(finding) for finding in log.findings]
     wrong = result["deadlock"] or log.findings or any(not row["passed"] for row in result["values"] or ())
     return {**result, "passed": not wrong}
@@ -133,8 +134,13 @@ def make_inputs(problem: Problem, seed: int, spread: float = 1.0) -> dict[str, F
     return {name: quantise(x, format) for name, x in found.items()}
 
 
-def compare(problem: Problem, inputs: Mapping[str, Float32], arrays: Arrays, log: Log) -> list[OutputError]:
-    """Errors of what the kernels stored: O, and the log-sum-exp if they store it."""
+def compare(
+    problem: Problem, inputs: Mapping[str, Float32], arrays: Arrays, log: Log, s_format: str | None = None
+) -> list[OutputError]:
+    """Errors of what the kernels stored: O, and the log-sum-exp if they store it.
+
+    ``s_format``: the straightforward implementation rounds scores to it, None keeps them in float32.
+    """
     group, heads = problem.group, problem.batch * problem.heads_q
     out_format = problem.dtype if problem.bits == 16 else "bf16"
     p_format = {"fp8": "e4m3", "fp4": "nvfp4"}.get(problem.dtype, problem.dtype)
@@ -143,7 +149,8 @@ def compare(problem: Problem, inputs: Mapping[str, Float32], arrays: Arrays, log
     for head in range(heads):
         q, k, v = inputs["Q"][head], inputs["K"][head // group], inputs["V"][head // group]
         best = attention_reference(q, k, v, causal=problem.causal)
-        simple, _ = attention_tiled(q, k, v, Softmax(p_format=p_format), causal=problem.causal, tile_n=problem.seqlen_k)
+        plainly = Softmax(p_format=p_format, s_format=s_format)
+        simple, _ = attention_tiled(q, k, v, plainly, causal=problem.causal, tile_n=problem.seqlen_k)
         for name, one, other in (
             ("O", best.output, round_to(simple.output, out_format)),
             ("LSE", best.lse[:, None], simple.lse[:, None]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -102,10 +103,10 @@ class Operands:
         region = layout.region(line, self.step.tile)
         name = array or layout.array or tensor
         if not (region.rows >= 0).any():
-            return Value(np.zeros((len(region.rows), layout.columns), np.float32), region.rows)
+            return Value(np.zeros((len(region.rows), layout.columns), np.float32), region.rows, region.keys)
         if name not in self.arrays.data:
             raise Nothing(f"{name} in global memory", "what nobody has written")
-        return Value(self.arrays.read(name, region), region.rows)
+        return Value(self.arrays.read(name, region), region.rows, region.keys)
 
     def store(self, value: Value, tensor: str | None, array: str | None, number: int) -> None:
         """To the rows of the copy's line, or of the work tile's ``number``-th of ``tensor``; see ``effects.Store``."""
@@ -121,6 +122,10 @@ class Operands:
             rows = size // actor.role.count
             region = region._replace(rows=region.rows[actor.instance * rows : (actor.instance + 1) * rows])
         columns = value.data.shape[1] if array else layout.columns
+        width, first = len(range(*region.columns.indices(columns))), 0
+        if layout.share and value.data.shape[1] > width:
+            first = round(layout.share(line)[0] * value.data.shape[1])
+        value = replace(value, data=value.data[:, first : first + width])
         if not self.arrays.write(array or layout.array or name, layout, columns, region, value.data):
             self.report("output", "source", f"writes rows of {array or name} a second time")
 
