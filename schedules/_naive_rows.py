@@ -150,7 +150,7 @@ def softmax(
     """Rows of ``source`` into P; ``scale`` times the instructions that ``kind`` counts."""
     keys = problem.seqlen_k
     by_warp = kind.by_warp(keys)
-    rows = max(4 if by_warp else 1, LINE_BYTES // (2 * keys))
+    rows = min(max(4 if by_warp else 1, LINE_BYTES // (2 * keys)), 32)  # at most 1024 threads
     k = Kernel("softmax", problem, arch, knobs)
     lines = problem.batch * problem.heads_q * problem.q_tiles(TILE_M) * problem.kv_tiles(STEP)
     ctas = -(-problem.batch * problem.heads_q * problem.seqlen_q // rows)
