@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fasim.effects import Effect
+from fasim.errors import ConfigError
 
 #: Instruction classes of vector work and the pipe each executes on (per sub-core).
 #: ``misc`` is anything that only costs an issue slot (uniform datapath, moves, branches).
@@ -55,11 +56,16 @@ def scale_mix(mix: Mix, factor: float) -> dict[str, float]:
 class Op:
     """Base of all recorded operations; ``label`` is what reports and traces call it.
 
-    ``effects``: what it does to values, in this order. They cost nothing; demand is said apart.
+    ``effects``: what it does to values, in this order. They cost nothing; demand is said apart. Raises ConfigError
+    where they are no tuple of effects.
     """
 
     label: str
     effects: tuple[Effect, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.effects, tuple) or not all(isinstance(effect, Effect) for effect in self.effects):
+            raise ConfigError(f"operation '{self.label}': effects: expected a tuple of effects, got {self.effects!r}")
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,99 @@ def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, old, n
     assert "verdict   WRONG" in out
 
 
+#: A schedule as a user writes it: one warpgroup, no overlap, every head its own K and V.
+OWN = """
+import numpy as np
+
+from fasim.effects import (
+    Mask, Matmul, Normalise, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Store, row_blocks
+)
+from fasim.library import schedule
+from fasim.schedule import Kernel
+
+
+@schedule(architectures=("hopper",), dtypes=("bf16",))
+def my(problem, arch) -> Kernel:
+    m, n, d = 64, 128, problem.head_dim
+    k = Kernel("my", problem, arch, {})
+    heads, blocks = problem.batch * problem.heads_q, problem.kv_tiles(n)
+    tile = np.arange(heads * problem.q_tiles(m))
+    k.tiles = {"q": tile, "kv": tile // problem.q_tiles(m) * blocks}
+    queries, keys = row_blocks(heads, problem.seqlen_q, m, d), row_blocks(heads, problem.seqlen_k, n, d)
+    q = k.ring(k.tensor("Q", len(tile), 2 * m * d, "q", layout=queries), 2 * m * d, 1, consumers=1)
+    ks = k.ring(k.tensor("K", heads * blocks, 2 * n * d, "kv", 1, keys), 2 * n * d, 2, consumers=1)
+    vs = k.ring(k.tensor("V", heads * blocks, 2 * n * d, "kv", 1, keys), 2 * n * d, 2, consumers=1)
+    out = k.tensor("O", len(tile), 2 * m * d, "q", layout=queries)
+    with k.role("producer", warps=1, registers=40) as p, p.tiles():
+        p.load(q)
+        with p.loop(blocks, "keys"):
+            p.load(ks)
+            p.load(vs)
+    with k.role("consumer", warpgroups=1, registers=200) as c, c.tiles():
+        c.wait(q)
+        with c.loop(blocks, "keys"):
+            c.wait(ks)
+            c.mma("QK", m=64, n=n, k=16, count=d // 16, effects=(Matmul("S", Smem("Q"), Smem("K"), transposed=True),))
+            c.wait_mma()
+            c.release(ks)
+            c.vector("mask", {"alu": 64}, effects=(Mask("S"),))
+            c.vector("row max", {"fmnmx": 68, "shfl": 4}, effects=(RowMax("S"),))
+            softmax = (Rescale("O"), Probabilities("S"), RowSum("S"), Round("S", "P", "bf16"))
+            c.vector("softmax", {"ffma": 64, "ex2": 66, "fadd": 64, "fmul": d / 2, "f2fp": 32}, effects=softmax)
+            c.wait(vs)
+            c.mma("PV", m=64, n=d, k=16, count=n // 16, a="register", effects=(Matmul("O", "P", Smem("V"), add=True),))
+            c.wait_mma()
+            c.release(vs)
+        c.release(q)
+        c.vector("divide", {"fmul": d / 2, "f2fp": d / 4}, effects=(Normalise("O"), Round("O", "O", "bf16")))
+        c.copy("store O", out, out.line_bytes, "store", "threads", effects=(Store("O"),))
+    return k
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("", "", "verdict right, as far as checked"),
+        (
+            "            c.wait_mma()\n            c.release(ks)\n",
+            "            c.release(ks)\n            c.wait_mma()\n",
+            "race ",
+        ),
+        ("            c.release(vs)\n", "", "waits for 'V.empty'"),
+        ('Rescale("O"), ', "", "a rescale is missing or twice"),
+        ('effects=(Mask("S"),)', "effects=()", "takes in scores that the mask hides"),
+        (
+            '"kv", 1, keys), 2 * n * d, 2, consumers=1)\n    out',
+            '"kv", 0, keys), 2 * n * d, 2, consumers=1)\n    out',
+            "same keys",
+        ),
+        ('Normalise("O"), ', 'RowMax("S", "lse"), ', "were not divided by their row sum"),
+        (
+            '"V", heads * blocks, 2 * n * d, "kv", 1, keys), 2 * n * d, 2,',
+            '"V", heads * blocks, 2 * n * d, "kv", 1, keys), 2 * n * d, 9,',
+            "shared memory",
+        ),
+        ('(Store("O"),)', "()", "nothing was stored to O"),
+    ],
+)
+def test_a_users_schedule_whole_and_broken(fasim, capsys, tmp_path, old, new, said):
+    path = tmp_path / "my.py"
+    assert not old or OWN.count(old) == 1
+    path.write_text(OWN.replace(old, new) if old else OWN)
+    code = fasim(f"check {path} --arch h100 --seqlen 333 --heads 2")
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out
+    assert code == (1 if old else 0)
+
+
+def test_effects_that_are_no_tuple_are_named(fasim, capsys, tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text(OWN.replace('(Store("O"),)', '(Store("O"))'))
+    assert fasim(f"check {path} --arch h100 --seqlen 333") == 2
+    assert "operation 'store O': effects: expected a tuple of effects, got Store(" in capsys.readouterr().err
+
+
 def test_a_schedule_over_budget_exits_with_1(fasim, capsys):
     assert fasim(f"check fa3 --arch h100 {SMALL} --knob stages=9") == 1
     out = capsys.readouterr().out
@@ -78,7 +171,7 @@ def test_bad_input_exits_with_2(fasim, capsys):
     assert "did you mean 'stages'?" in capsys.readouterr().err
 
 
-def test_a_schedule_that_does_not_say_what_it_does_is_not_called_right(tmp_path):
+def test_a_schedule_that_does_not_say_what_it_does_is_not_called_right(fasim, capsys, tmp_path):
     path = tmp_path / "plain.py"
     path.write_text(
         "import numpy as np\n"
@@ -92,10 +185,15 @@ def test_a_schedule_that_does_not_say_what_it_does_is_not_called_right(tmp_path)
         "        r.vector('work', {'ffma': 8})\n"
         "    return k\n"
     )
-    result = check(load_schedule(path), Problem(), load_arch("h100"))
-    assert result["passed"]
+    result = check(load_schedule(path), Problem(batch=1, seqlen_q=64, heads_q=1), load_arch("h100"))
+    assert result["passed"] and not result["annotated"]
     assert result["values"] is None
     assert result["values_reason"].startswith("the schedule does not say what its operations do")
+    assert fasim(f"check {path} --arch h100 {SMALL}") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "values not checked: the schedule does not say what its operations do" in out
+    assert out.endswith("verdict fits and does not deadlock; races and values were not checked")
+    assert "races none" not in out
 
 
 def test_the_same_seed_gives_the_same_result():

@@ -65,7 +65,8 @@ def check(
 
     The grid runs on a few SMs of the chip, so that buffers and barriers are used over several work tiles. Returns
     plain data: ``passed``; ``budgets`` per kernel (resource, used, limit); ``structure`` and ``deadlock`` (messages or
-    None); ``findings`` (see ``values.findings.Finding``); ``values``: a list of :class:`OutputError`, or None with
+    None); ``annotated``: whether the schedule says what it does to values, without which there is no more than that;
+    ``findings`` (see ``values.findings.Finding``); ``values``: a list of :class:`OutputError`, or None with
     the reason in ``values_reason``; and what was checked. Raises ConfigError for bad input.
     """
     result: dict[str, Any] = {
@@ -80,6 +81,7 @@ def check(
         "budgets": [],
         "structure": None,
         "deadlock": None,
+        "annotated": False,
         "findings": [],
         "values": None,
         "values_reason": None,
@@ -98,6 +100,7 @@ def check(
     except ModelError as error:
         return {**result, "structure": str(error), "values_reason": "the program does not run", "passed": False}
     annotated = any(op.effects for kernel in kernels for role in kernel.roles for op in walk(role.body))
+    result["annotated"] = annotated
     log, inputs = Log(), make_inputs(problem, seed, spread)
     arrays = Arrays({name: x.reshape(-1, x.shape[-1]) for name, x in inputs.items()})
     try:
@@ -106,8 +109,11 @@ def check(
         result["deadlock"] = str(error).removeprefix("deadlock: ")
         result["values_reason"] = "the program stops"
     else:
-        result["values_reason"] = _why_not(kernels, arrays, annotated, broken)
-        if result["values_reason"] is None:
+        result["values_reason"] = _why_not(kernels, annotated, broken)
+        if result["values_reason"] is None and "O" not in arrays.data:
+            result["values_reason"] = "there is no output"
+            log.add(("output", "O"), lambda: Finding("output", "", "", "", "O", "nothing was stored to O"))
+        elif result["values_reason"] is None:
             s_format = next((k.score_format for k in kernels if k.score_format), None)
             result["values"] = [asdict(error) for error in compare(problem, inputs, arrays, log, s_format)]
     result["findings"] = [asdict(finding) for finding in log.findings]
@@ -243,13 +249,10 @@ def _run(
     return ticks / TICKS, False
 
 
-def _why_not(kernels: Sequence[Kernel], arrays: Arrays, annotated: bool, broken: bool) -> str | None:
-    """Why there are no values to compare; None if there are."""
+def _why_not(kernels: Sequence[Kernel], annotated: bool, broken: bool) -> str | None:
+    """Why there are no values to compare; None if there should be."""
     if not annotated:
         return "the schedule does not say what its operations do to values (docs/values.md)"
     if broken:
         return "execution stopped at a place that does not hold what is read from it"
-    for kernel in kernels:
-        if kernel.not_attention is not None:
-            return kernel.not_attention
-    return None if "O" in arrays.data else "nothing was stored to O"
+    return next((kernel.not_attention for kernel in kernels if kernel.not_attention is not None), None)
