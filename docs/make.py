@@ -1,7 +1,8 @@
 """Make the figures and tables of README and docs: ``python docs/make.py`` (about eight minutes).
 
 Writes docs/img/*.png, docs/story.md and docs/accuracy.md, and replaces what stands between the marks
-``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md and ``<!-- fit -->`` in docs/calibrate.md. Nothing in there is typed by hand.
+``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md and ``<!-- fit -->`` in docs/calibrate.md.
+Nothing in there is typed by hand.
 """
 
 from __future__ import annotations

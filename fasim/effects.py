@@ -72,11 +72,11 @@ class Region(NamedTuple):
 class Layout:
     """What the memory lines of a tensor hold.
 
-    ``region(line, tile)`` is the part of the array ``array`` (None: called like the tensor) with ``rows`` x
-    ``columns`` elements in line ``line``, when work tile ``tile`` asks. Rows of Q and O are numbered
-    (batch, head, token), those of K and V likewise. ``share(line)``: the part (from, to) of a buffer's stage that a
-    copy of the line fills, or where in a wider source the columns begin that it stores. Where one line of the model's L2 stands for many, ``order(tile, kind, number)`` is the line
-    that copy ``number`` of a work tile means; loads and stores (``kind``) count apart.
+    ``region(line, tile)`` is the part of the array ``array`` (None: called like the tensor) with ``rows`` x ``columns``
+    elements in line ``line``, when work tile ``tile`` asks. Rows of Q and O are numbered (batch, head, token), those of
+    K and V likewise. ``share(line)``: the part (from, to) of a buffer's stage that a copy of the line fills, or where
+    in a wider source the columns begin that it stores. Where one line of the model's L2 stands for many, ``order(tile,
+    kind, number)`` is the line that copy ``number`` of a work tile means; loads and stores (``kind``) count apart.
     """
 
     rows: int

@@ -284,6 +284,7 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
                 c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1}, effects=effects)
                 if more:
                     c.record(load)
-        c.vector("convert", {"f2fp": values / 2}, effects=(Round("O", "O", "fp16" if problem.dtype == "fp16" else "bf16"),))
+        converted = Round("O", "O", "fp16" if problem.dtype == "fp16" else "bf16")
+        c.vector("convert", {"f2fp": values / 2}, effects=(converted,))
         c.copy("store O", out, out.line_bytes, "store", "threads", effects=(Store("O"),))
     return k

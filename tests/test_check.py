@@ -51,15 +51,20 @@ def test_json_says_the_same(fasim, capsys):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("file", "old", "new", "said"),
     [
-        ('    c.release(k_ring)\n    c.wait_mma(0, "wait PV")', '    c.wait_mma(0, "wait PV")', "who waits for whom: "),
-        ('    c.wait_mma(1, "wait QK")\n', "", "race      consumer0 'scale' (cycle "),
-        ('effects.append(Rescale("O"))', "pass", "scale     consumer0 'PV' (cycle "),
+        (
+            "fa3.py",
+            '    c.release(k_ring)\n    c.wait_mma(0, "wait PV")',
+            '    c.wait_mma(0, "wait PV")',
+            "who waits for whom: ",
+        ),
+        ("fa3.py", '    c.wait_mma(1, "wait QK")\n', "", "race      consumer0 'scale' (cycle "),
+        ("_fa3_parts.py", 'effects.append(Rescale("O"))', "pass", "scale     consumer0 'PV' (cycle "),
     ],
 )
-def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, old, new, said):
-    mutate(tmp_path, "fa3", Mutation("own", "fa3.py", old, new, "", ""))
+def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, file, old, new, said):
+    mutate(tmp_path, "fa3", Mutation("own", file, old, new, "", ""))
     assert fasim(f"check {tmp_path}/fa3.py --arch h100 --seqlen 1024 --heads 1") == 1
     out = " ".join(capsys.readouterr().out.split("\n"))
     assert said in out

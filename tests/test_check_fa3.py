@@ -107,7 +107,7 @@ MUTATIONS = [
     ),
     Mutation(
         "O's space free in one CTA of the cluster only",
-        "fa3.py",
+        "_fa3_parts.py",
         '        c.arrive(o_free, scope="cluster", label="O stored")\n',
         '        c.arrive(o_free, label="O stored")\n        c.arrive(o_free, label="O stored")\n',
         "race",
@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no barrier before O lands where V was",
-        "fa3.py",
+        "_fa3_parts.py",
         '        c.sync(epilogue, label="epilogue barrier")',
         "        pass",
         "race",
@@ -123,7 +123,7 @@ MUTATIONS = [
     ),
     Mutation(
         "store not waited for",
-        "fa3.py",
+        "_fa3_parts.py",
         '            c.wait_copies("store", "wait O store")',
         "            pass",
         "race",
@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no rescale",
-        "fa3.py",
+        "_fa3_parts.py",
         '        effects.append(Rescale("O"))',
         "        pass",
         "scale",
@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no division by the row sum",
-        "fa3.py",
+        "_fa3_parts.py",
         '    effects += (Normalise("O"),)\n',
         '    effects += (RowMax("S", "lse"),)\n',
         "scale",
@@ -147,7 +147,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no mask",
-        "fa3.py",
+        "_fa3_parts.py",
         'effects=(Mask("S"),)',
         "effects=()",
         "data",

@@ -1,8 +1,7 @@
-"""Generates ``wgmma.cuh``: one wrapper per width of ``wgmma.mma_async`` with fp32 accumulators, m64nNk16 on bf16 and
-m64nNk32 on fp8 (e4m3): 32 bytes of K either way.
+"""Generates ``wgmma.cuh``: one wrapper per width of ``wgmma.mma_async`` with fp32 accumulators.
 
-The instruction takes N/2 accumulator registers per thread, so its inline assembly differs by N. Syntax and the layout
-of the shared-memory descriptor: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
+m64nNk16 takes bf16, m64nNk32 fp8 (e4m3): 32 bytes of K either way. The instruction takes N/2 accumulator registers per
+thread, so its inline assembly differs by N. Syntax and the layout of the shared-memory descriptor: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
 """
 
 from __future__ import annotations
