@@ -164,6 +164,26 @@ def test_effects_that_are_no_tuple_are_named(fasim, capsys, tmp_path):
     assert "operation 'store O': effects: expected a tuple of effects, got Store(" in capsys.readouterr().err
 
 
+def rmse(fasim, tmp_path, options, schedule="fa2 --arch a100"):
+    fasim(f"check {schedule} --seqlen 256 --heads 1 {options} --json {tmp_path}/check.json")
+    return json.loads((tmp_path / "check.json").read_text())["values"][0]["rmse"]
+
+
+def test_numeric_choices_cost_what_they_cost(fasim, tmp_path, capsys):
+    own, cubic, line = (rmse(fasim, tmp_path, text) for text in ("", "--exp2-degree 3", "--exp2-degree 1"))
+    assert "numerics  100% of the exponentials by degree 1\n" in capsys.readouterr().out
+    assert own != cubic == pytest.approx(own, rel=1e-2)
+    assert line > 5 * own
+    assert own < rmse(fasim, tmp_path, "--exp2-degree 1 --exp2-fraction 0.25") < line
+    assert rmse(fasim, tmp_path, "--p-format fp16") < 0.9 * own < 5 * own < rmse(fasim, tmp_path, "--p-format e4m3")
+
+
+@pytest.mark.parametrize("schedule", ["fa2 --arch a100", "fa1 --arch a100", "fa3 --arch h100", "triton --arch b200"])
+def test_any_schedule_keeps_its_output_with_a_rescale_threshold(fasim, tmp_path, schedule):
+    own, seldom = (rmse(fasim, tmp_path, f"--spread 8 {text}", schedule) for text in ("", "--rescale-threshold 8"))
+    assert own != seldom and seldom < 1.3 * own
+
+
 def test_a_schedule_over_budget_exits_with_1(fasim, capsys):
     assert fasim(f"check fa3 --arch h100 {SMALL} --knob stages=9") == 1
     out = capsys.readouterr().out
@@ -174,6 +194,8 @@ def test_a_schedule_over_budget_exits_with_1(fasim, capsys):
 def test_bad_input_exits_with_2(fasim, capsys):
     assert fasim(f"check fa3 --arch h100 {SMALL} --knob stage=2") == 2
     assert "did you mean 'stages'?" in capsys.readouterr().err
+    assert fasim(f"check fa3 --arch h100 {SMALL} --p-format e4m2") == 2
+    assert "p_format: unknown format 'e4m2'; did you mean 'e4m3'?" in capsys.readouterr().err
 
 
 def test_a_schedule_that_does_not_say_what_it_does_is_not_called_right(fasim, capsys, tmp_path):

@@ -25,7 +25,7 @@ from fasim.numerics.formats import Array, Float32
 from fasim.ops import Op
 from fasim.problem import Problem
 from fasim.schedule import Kernel, walk
-from fasim.values import Arrays, Finding, Log, Machine
+from fasim.values import UNCHANGED, Arrays, Finding, Log, Machine, Numerics
 from fasim.verify import budgets
 
 #: The schedule's RMSE may exceed that of the straightforward implementation by this factor: both round the same
@@ -60,8 +60,9 @@ def check(
     knobs: Mapping[str, object] | None = None,
     seed: int = 0,
     spread: float = 1.0,
+    numerics: Numerics = UNCHANGED,
 ) -> dict[str, Any]:
-    """Check ``schedule`` for ``problem`` on ``arch`` with inputs of :func:`make_inputs`.
+    """Check ``schedule`` for ``problem`` on ``arch`` with inputs of :func:`make_inputs`, and with other ``numerics``.
 
     The grid runs on a few SMs of the chip, so that buffers and barriers are used over several work tiles. Returns
     plain data: ``passed``; ``budgets`` per kernel (resource, used, limit); ``structure`` and ``deadlock`` (messages or
@@ -76,6 +77,7 @@ def check(
         "problem_text": problem.describe(),
         "seed": seed,
         "spread": spread,
+        "numerics": asdict(numerics),
         "kernels": [],
         "knobs": {},
         "budgets": [],
@@ -104,7 +106,7 @@ def check(
     log, inputs = Log(), make_inputs(problem, seed, spread)
     arrays = Arrays({name: x.reshape(-1, x.shape[-1]) for name, x in inputs.items()})
     try:
-        result["cycles"], broken = _run(kernels, programs, arrays, log, annotated)
+        result["cycles"], broken = _run(kernels, programs, arrays, log, annotated, numerics)
     except DeadlockError as error:
         result["deadlock"] = str(error).removeprefix("deadlock: ")
         result["values_reason"] = "the program stops"
@@ -235,11 +237,12 @@ def _run(
     arrays: Arrays,
     log: Log,
     annotated: bool,
+    numerics: Numerics,
 ) -> tuple[float, bool]:
     """Execute kernels one after the other. Returns cycles and whether values had to stop."""
     memory, ticks = new_memory(programs[0][0].lines), 0
     for kernel, (image, ops) in zip(kernels, programs, strict=True):
-        machine = Machine(kernel, image, ops, arrays, log) if annotated else None
+        machine = Machine(kernel, image, ops, arrays, log, numerics) if annotated else None
         ticks += reference.run(image, NO_TRACE, memory, machine).ticks
         next_launch(memory)
         if machine is not None:

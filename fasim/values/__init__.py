@@ -7,5 +7,6 @@ between global arrays, shared memory, tensor memory and registers. docs/values.m
 from fasim.values.arrays import Arrays
 from fasim.values.findings import Finding, Log
 from fasim.values.machine import Machine
+from fasim.values.operands import UNCHANGED, Numerics
 
-__all__ = ["Arrays", "Finding", "Log", "Machine"]
+__all__ = ["UNCHANGED", "Arrays", "Finding", "Log", "Machine", "Numerics"]

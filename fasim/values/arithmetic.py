@@ -65,8 +65,11 @@ def _move(e: Move, at: Operands) -> None:
 
 def _round(e: Round, at: Operands) -> None:
     value = at.read("source")
-    rounding = round_to if value.reference is None else round_probabilities
-    at.write("into", replace(value, data=rounding(value.data, e.format)))
+    if value.reference is None:
+        rounded = round_to(value.data, e.format)
+    else:
+        rounded = round_probabilities(value.data, at.numerics.p_format or e.format)
+    at.write("into", replace(value, data=rounded))
 
 
 def _matmul(e: Matmul, at: Operands) -> None:
@@ -124,14 +127,15 @@ def _row_max(e: RowMax, at: Operands) -> None:
         if seen.any():
             at.report("data", "scores", "takes in scores that the mask hides: it is missing, or not on all its blocks")
     old = at.read("into").data if at.begun("into") else np.full((len(scores.data), 1), -np.inf, np.float32)
-    new, correction, _ = update_max(old[:, 0], scores.data, _scale_log2(at.problem), e.threshold)
+    threshold = e.threshold if at.numerics.threshold is None else at.numerics.threshold
+    new, correction, _ = update_max(old[:, 0], scores.data, _scale_log2(at.problem), threshold)
     at.write("into", Value(new[:, None], scores.rows))
     at.write("scale", Value(correction[:, None].astype(np.float32), scores.rows, None, new[:, None], old))
 
 
 def _probabilities(e: Probabilities, at: Operands) -> None:
     scores, row_max = at.read("scores"), at.read("row_max").data
-    p = probabilities(scores.data, row_max[:, 0], _scale_log2(at.problem), e.method)
+    p = probabilities(scores.data, row_max[:, 0], _scale_log2(at.problem), at.numerics.exp2 or e.method)
     at.write("into", replace(scores, data=p, reference=row_max))
 
 

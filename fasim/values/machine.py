@@ -21,7 +21,7 @@ from fasim.schedule import Kernel, walk
 from fasim.values.arithmetic import execute
 from fasim.values.arrays import Arrays
 from fasim.values.findings import Finding, Kind, Log
-from fasim.values.operands import Nothing, Operands
+from fasim.values.operands import UNCHANGED, Nothing, Numerics, Operands
 from fasim.values.state import Actor, Cta, Located, Step
 from fasim.values.storage import Access, Clock, Share, Storage, join
 
@@ -32,10 +32,19 @@ class Machine:
     """Observes one run of ``kernel`` lowered to ``image``; ``ops[pc]`` is the operation of each instruction.
 
     Reads and writes ``arrays``; what is wrong goes to ``log``. Values stop (``broken``) where a place is read that
-    holds nothing; races are looked for all the same.
+    holds nothing; races are looked for all the same. ``numerics`` replaces choices of the schedule.
     """
 
-    def __init__(self, kernel: Kernel, image: Image, ops: tuple[Op | None, ...], arrays: Arrays, log: Log) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        image: Image,
+        ops: tuple[Op | None, ...],
+        arrays: Arrays,
+        log: Log,
+        numerics: Numerics = UNCHANGED,
+    ) -> None:
+        self.numerics = numerics
         self.kernel, self.ops, self.arrays, self.log = kernel, ops, arrays, log
         self.cluster = image.machine.cluster
         self.kinds = image.code[:, im.K_KIND].tolist()
@@ -189,7 +198,9 @@ class Machine:
         for effect, ranks in step.found:
             if self.broken:
                 return
-            operands = [Operands(self.kernel, self.arrays, step, places, self._report) for places in ranks]
+            operands = [
+                Operands(self.kernel, self.arrays, step, places, self._report, self.numerics) for places in ranks
+            ]
             for operand in operands:
                 operand.pair = operands
             try:  # an MMA of a pair is one product; what else spreads over a cluster happens in each CTA

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fasim.effects import Effect
-from fasim.errors import ModelError
+from fasim.errors import ConfigError, ModelError, did_you_mean
+from fasim.numerics.exp2 import Exp2
+from fasim.numerics.formats import OPERAND_FORMATS
 from fasim.ops import Copy
 from fasim.problem import Problem
 from fasim.schedule import Kernel
@@ -16,6 +18,29 @@ from fasim.values.arrays import Arrays
 from fasim.values.findings import Kind
 from fasim.values.state import Located, Step
 from fasim.values.storage import Piece, Value, concatenate
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Numeric choices in the place of the schedule's own; None leaves them as they are.
+
+    ``exp2``: method of the exponentials; ``threshold`` of the conditional rescale in powers of two; ``p_format``:
+    what probabilities are rounded to before they are divided by their sum. Raises ConfigError for an unknown format.
+    """
+
+    exp2: Exp2 | None = None
+    threshold: float | None = None
+    p_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.p_format is not None and self.p_format not in OPERAND_FORMATS:
+            raise ConfigError(
+                f"p_format: unknown format '{self.p_format}'{did_you_mean(self.p_format, OPERAND_FORMATS)}"
+            )
+
+
+#: Everything as the schedule has it.
+UNCHANGED = Numerics()
 
 
 class Nothing(Exception):
@@ -39,7 +64,9 @@ class Operands:
         step: Step,
         places: dict[str, Located],
         report: Callable[[Kind, Step, str, str], None],
+        numerics: Numerics,
     ) -> None:
+        self.numerics = numerics
         self.kernel, self.arrays, self.step, self.places = kernel, arrays, step, places
         self._report = report
         self.pair: Sequence[Operands] = (self,)

@@ -16,6 +16,8 @@ def render_check(result: Mapping[str, Any]) -> RenderableType:
     """Verdict, budgets, deadlock, findings and errors of ``studies.check.check``."""
     head = Text(" · ".join((result["schedule"], result["arch"], result["problem_text"])), style="cyan")
     parts: list[RenderableType] = [head]
+    if numerics := _numerics(result["numerics"]):
+        parts.append(Text.assemble((f"{'numerics':<10}", "bold"), numerics))
     if result["structure"] is not None:
         parts.append(_line("structure", result["structure"], False))
     if result["budgets"]:
@@ -28,6 +30,18 @@ def render_check(result: Mapping[str, Any]) -> RenderableType:
     right = "right, as far as checked" if checked else "fits and does not deadlock; races and values were not checked"
     parts.append(_line("verdict", right if result["passed"] else "WRONG", result["passed"] and checked))
     return Group(*parts)
+
+
+def _numerics(given: Mapping[str, Any]) -> str:
+    """The choices in the place of the schedule's own."""
+    said = []
+    if exp2 := given["exp2"]:
+        said.append(f"{exp2['fraction']:.0%} of the exponentials by degree {len(exp2['coefficients']) - 1}")
+    if given["threshold"] is not None:
+        said.append(f"rescale threshold {given['threshold']:g}")
+    if given["p_format"]:
+        said.append(f"P in {given['p_format']}")
+    return ", ".join(said)
 
 
 def _line(name: str, text: str, good: bool) -> Text:
