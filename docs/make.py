@@ -96,7 +96,7 @@ def fit() -> None:
         f"| seed | half | {' | '.join(keys)} | fitted, MAPE % | held out, MAPE % |",
         "|---|---|" + "---|" * (len(keys) + 2),
     ]
-    results = Fitter(DATA / "h200_timing.csv").cross_validate(range(SPLITS))
+    results = Fitter([DATA / "h200_timing.csv", DATA / "h200_fa3_ablations.csv"]).cross_validate(range(SPLITS))
     for r in results:
         values = " | ".join(f"{value:g}" for value in r.values)
         lines.append(f"| {r.seed} | {r.half} | {values} | {100 * r.fitted.mape:.2f} | {100 * r.held_out.mape:.2f} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,11 +32,11 @@ def calibrate(
         typer.Option("--output", "-o", metavar="FILE.toml", help="Write the file; only print the table unless given."),
     ] = None,
     kernels: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--fit-kernels",
             metavar="FILE.csv",
-            help="Fit what no microbenchmark gives on a half of these timings (columns as for validate).",
+            help="Fit what no microbenchmark gives on a half of these timings (columns as for validate). Repeatable.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws the half that --fit-kernels fits on.")] = 0,
@@ -60,13 +61,13 @@ def calibrate(
     With --fit-kernels: the few numbers that only whole kernels show, by least squares; the other half of the timings
     says how well they carry over. The timings name the architecture they are simulated on.
     """
-    if (results is None) == (kernels is None):
+    if (results is None) == (not kernels):
         raise ConfigError("calibrate: give RESULTS.json (microbenchmarks) or --fit-kernels (timings)")
-    if kernels is None and cross_validate is not None:
+    if not kernels and cross_validate is not None:
         raise ConfigError("--cross-validate: needs --fit-kernels")
     if cross_validate is not None and output is not None:
         raise ConfigError("--cross-validate: writes no file; give --seed and -o to write one fit")
-    if kernels is None:
+    if not kernels:
         assert results is not None
         text = _from_microbenchmarks(results, arch)
     else:
@@ -85,7 +86,9 @@ def _from_microbenchmarks(results: Path, arch: str) -> str:
     return result.text
 
 
-def _from_kernels(kernels: Path, arch: str, seed: int, seeds: int | None, jobs: int | None, resume: Path | None) -> str:
+def _from_kernels(
+    kernels: Sequence[Path], arch: str, seed: int, seeds: int | None, jobs: int | None, resume: Path | None
+) -> str:
     from fasim.studies.calibrate import with_values
     from fasim.studies.calibrate_report import render_fits
     from fasim.studies.kernel_fit import KERNEL_FIT, Fitter, provenance

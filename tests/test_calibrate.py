@@ -201,7 +201,7 @@ def data(tmp_path) -> Path:
 
 
 def test_a_half_is_enough_to_find_the_values(data, simulations):
-    fitter = Fitter(data, FIT)
+    fitter = Fitter([data], FIT)
     for result in fitter.cross_validate(range(2)):
         assert result.values == (7.0, 2.0)
         assert (result.fitted.n, result.held_out.n) == (6, 6)  # the short row is neither
@@ -212,18 +212,18 @@ def test_a_half_is_enough_to_find_the_values(data, simulations):
 def test_what_was_simulated_is_resumed(data, simulations, tmp_path):
     file = tmp_path / "points.jsonl"
     points = [(0.0, 0.0), (1.0, 0.0)]
-    first = Fitter(data, FIT, resume=file).errors(points)
+    first = Fitter([data], FIT, resume=file).errors(points)
     with file.open("a") as stream:
         stream.write('{"origin": "cut o')
-    again = Fitter(data, FIT, resume=file)
+    again = Fitter([data], FIT, resume=file)
     assert np.array_equal(again.errors(points), first) and len(simulations) == 2
     data.write_text("other data\n")
     file.write_text(file.read_text().rpartition("\n")[0] + "\n")
-    Fitter(data, FIT, resume=file).errors(points)
+    Fitter([data], FIT, resume=file).errors(points)
     assert len(simulations) == 4
     file.write_text("a note\nof mine\n")
     with pytest.raises(ConfigError, match="not a file of results: 'a note'"):
-        Fitter(data, FIT, resume=file)
+        Fitter([data], FIT, resume=file)
 
 
 def test_rows_without_prediction_or_too_few_of_them_are_refused(data, monkeypatch):
@@ -231,7 +231,7 @@ def test_rows_without_prediction_or_too_few_of_them_are_refused(data, monkeypatc
         result = Validation("", "", "compiled", (), tuple(rows), (), ())
         monkeypatch.setattr(kernel_fit, "validate", lambda *_, found=result, **__: found)
         with pytest.raises(ConfigError, match=message):
-            Fitter(data, FIT).errors([(0.0, 0.0)])
+            Fitter([data], FIT).errors([(0.0, 0.0)])
 
 
 def test_the_parameters_exist_and_say_that_they_were_fitted():

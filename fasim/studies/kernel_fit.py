@@ -59,10 +59,11 @@ class KernelFit:
     cells: Mapping[str, str]
 
 
-#: A dependent SHFL waits longer beside a running wgmma than its rate there explains, and no microbenchmark has a
-#: chain of them in that place. FlashAttention-3's row maximum has two in every iteration.
+#: A chain of SHFL beside a running wgmma takes 25 to 44 cycles each (microbenchmark ``corun_chains``); stall samples
+#: of FlashAttention-3 agree. The two of its row maximum stand in every iteration for what is lost between QK and the
+#: exponentials beyond that: warps of a warpgroup that wait for each other (validation/DEVIATIONS.md).
 KERNEL_FIT = KernelFit(
-    parameters=(Parameter("sm.interference.shuffle_latency_cycles", 24, 168, 13, 10),),
+    parameters=(Parameter("sm.interference.shuffle_latency_cycles", 24, 168, 7, 10),),
     kernel="fa3",
     cells={"dtype": "bf16", "direction": "fwd"},
 )
@@ -82,7 +83,7 @@ class FitResult:
 
 
 class Fitter:
-    """Simulates a timing file at points of the parameter space, each point once.
+    """Simulates timing files at points of the parameter space, each point once.
 
     ``resume`` names a file of results by point, JSON lines: what it has of the same data, architecture, schedules and
     version is not simulated again, and new points are appended as they are finished.
@@ -90,7 +91,7 @@ class Fitter:
 
     def __init__(
         self,
-        data: Path,
+        data: Sequence[Path],
         fit: KernelFit = KERNEL_FIT,
         *,
         threads: int | None = None,
@@ -112,17 +113,17 @@ class Fitter:
             if self.progress is not None:
                 self.progress(done, len(wanted))
             keys = (parameter.key for parameter in self.fit.parameters)
-            rows = validate(
-                self.data,
-                kernels=(self.fit.kernel,),
-                cells=self.fit.cells,
-                overrides=[f"{key}={value!r}" for key, value in zip(keys, point, strict=True)],
-                threads=self.threads,
-            ).rows
-            self._errors[point] = _long_errors(self.data, rows)
+            overrides = [f"{key}={value!r}" for key, value in zip(keys, point, strict=True)]
+            self._errors[point] = np.concatenate([self._of_file(path, overrides) for path in self.data])
             if self.resume is not None:
                 _append(self.resume, self._origin, point, self._errors[point])
         return np.array([self._errors[point] for point in points])
+
+    def _of_file(self, path: Path, overrides: Sequence[str]) -> FloatArray:
+        rows = validate(
+            path, kernels=(self.fit.kernel,), cells=self.fit.cells, overrides=overrides, threads=self.threads
+        ).rows
+        return _long_errors(path, rows)
 
     def fit_half(self, seed: int, half: int) -> FitResult:
         """Fit on one half of the rows, drawn with ``seed``."""
@@ -151,12 +152,13 @@ def split(rows: int, seed: int, half: int) -> tuple[IntArray, IntArray]:
     return (second, first) if half else (first, second)
 
 
-def provenance(fit: KernelFit, data: Path, result: FitResult) -> str:
+def provenance(fit: KernelFit, data: Sequence[Path], result: FitResult) -> str:
     """What was fitted on what, for a comment."""
     fitted, other = result.fitted, result.held_out
     rows = " ".join((fit.kernel, *fit.cells.values()))
+    files = " and ".join(path.name for path in data)
     return (
-        f"fitted on {fitted.n} of {fitted.n + other.n} {rows} rows of {data.name} (seed {result.seed}): "
+        f"fitted on {fitted.n} of {fitted.n + other.n} {rows} rows of {files} (seed {result.seed}): "
         f"mean error {100 * fitted.mape:.1f} %, held out {100 * other.mape:.1f} %"
     )
 
@@ -174,7 +176,7 @@ def _long_errors(data: Path, rows: Iterable[Row]) -> FloatArray:
     return np.array(found)
 
 
-def _origin(data: Path, fit: KernelFit) -> str:
+def _origin(data: Sequence[Path], fit: KernelFit) -> str:
     """Digest of all that the errors depend on: data, architectures, schedules, version."""
     from fasim.arch import list_archs, load_arch
     from fasim.library import schedule_folder
@@ -183,7 +185,7 @@ def _origin(data: Path, fit: KernelFit) -> str:
     digest.update(repr([parameter.key for parameter in fit.parameters]).encode())
     digest.update("".join(load_arch(name).digest for name in list_archs()).encode())
     try:
-        for path in (data, *sorted(schedule_folder().glob("*.py"))):
+        for path in (*data, *sorted(schedule_folder().glob("*.py"))):
             digest.update(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot read: {error.strerror}") from None

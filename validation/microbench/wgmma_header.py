@@ -1,7 +1,8 @@
 """Generates ``wgmma.cuh``: one wrapper per width of ``wgmma.mma_async`` with fp32 accumulators.
 
 m64nNk16 takes bf16, m64nNk32 fp8 (e4m3): 32 bytes of K either way. The instruction takes N/2 accumulator registers per
-thread, so its inline assembly differs by N. Syntax and the layout of the shared-memory descriptor: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
+thread, so its inline assembly differs by N. Syntax and the layout of the shared-memory descriptor: PTX ISA,
+"Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
 """
 
 from __future__ import annotations
