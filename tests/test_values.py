@@ -7,7 +7,27 @@ import pytest
 from programs import TOY_MHZ, comparable, everything, toy_arch
 
 from fasim.arch import load_arch
-from fasim.effects import Layout, Load, Matmul, Move, Region, Register, Smem, Store, Tmem, row_blocks
+from fasim.effects import (
+    Clear,
+    Layout,
+    Load,
+    Matmul,
+    Move,
+    Normalise,
+    Probabilities,
+    Region,
+    Register,
+    Rescale,
+    Resume,
+    ResumeOutput,
+    RowMax,
+    RowSum,
+    Smem,
+    Store,
+    Syncthreads,
+    Tmem,
+    row_blocks,
+)
 from fasim.engine import reference
 from fasim.errors import ModelError
 from fasim.library import load_schedule
@@ -112,6 +132,85 @@ def test_copies_by_threads_are_waited_for_by_their_role(wait):
     else:
         assert broken
         assert found[0].startswith("r 'take' (cycle ") and found[0].endswith("no wait for the copy to land")
+
+
+WHOLE = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "barrier", "found"),
+    [
+        (None, None, False, 0),  # a warp's own rows
+        (WHOLE, None, False, 1),
+        (None, WHOLE, False, 1),
+        (WHOLE, WHOLE, False, 1),
+        (WHOLE, WHOLE, True, 0),
+        (None, WHOLE, True, 0),
+    ],
+)
+def test_warps_know_of_each_other_from_the_next_barrier_on(written, read, barrier, found):
+    k = kernel(tiles=2, mode="static")
+    x, y = (blocks(k, name) for name in "XY")
+    k.smem("X", 4 * SIZE * SIZE)
+    meet = (Syncthreads(),)
+    with k.role("r", warps=4, registers=24) as r, r.tiles():
+        r.delay("last tile read", 4, effects=meet)
+        r.copy("load X", x, x.line_bytes, "load", "threads", effects=(Load("x"),))
+        r.wait_copies("load")
+        r.vector("put", {"alu": 4}, effects=(Move("x", Smem("X", share=written)),))
+        r.delay("barrier", 4, effects=meet if barrier else ())
+        r.vector("take", {"alu": 4}, effects=(Move(Smem("X", share=read), "y"),))
+        r.copy("store Y", y, y.line_bytes, "store", "threads", effects=(Store("y"),))
+    data, races, _ = execute(k, X=matrix(0, 2 * SIZE))
+    assert len(races) == found and all("no barrier of the warps between" in text for text in races)
+    np.testing.assert_array_equal(data["Y"], matrix(0, 2 * SIZE))
+
+
+def test_copies_of_a_roles_own_threads_are_known_to_all_warps_from_the_next_barrier_on():
+    def found(barrier, engine):
+        k = kernel()
+        x = blocks(k, "X")
+        k.smem("X", 4 * SIZE * SIZE)
+        with k.role("r", warps=4, registers=24) as r, r.tiles():
+            r.delay("begin", 4, effects=(Syncthreads(),))
+            r.copy("load X", x, x.line_bytes, "load", engine, effects=(Load(Smem("X")),))
+            r.wait_copies("load")
+            r.delay("barrier", 4, effects=(Syncthreads(),) if barrier else ())
+            r.vector("take", {"alu": 4}, effects=(Move(Smem("X"), "x"),))
+        return len(execute(k, X=matrix(0))[1])
+
+    assert [found(barrier, "threads") for barrier in (False, True)] == [1, 0]
+    assert found(False, "tma") == 0  # whose mbarrier every warp waits for
+
+
+def test_a_softmax_resumed_from_its_output_and_log_sum_exp_is_the_whole_softmax():
+    scores, values = matrix(0), matrix(1)
+    k = kernel()
+    tensors = {name: blocks(k, name) for name in ("S", "V")}
+    layout = row_blocks(1, SIZE, SIZE, SIZE)
+    out = k.tensor("O", 1, 4 * SIZE * SIZE, "own", 0, layout)
+
+    def part(r, half):
+        share = half / 2, (half + 1) / 2
+        r.vector("max", {"alu": 4}, effects=(Move(Register("S", share=share), "s"), RowMax("s")))
+        r.vector("exp", {"alu": 4}, effects=(Probabilities("s", Register("P", share=share)),))
+        r.vector("sum", {"alu": 4}, effects=(RowSum(Register("P", share=share)), Rescale("O")))
+        r.vector("PV", {"alu": 4}, effects=(Matmul("O", Register("P", share=share), "V", add=True), Normalise("O")))
+
+    with k.role("r", warps=4, registers=24) as r, r.tiles():
+        for name, tensor in tensors.items():
+            r.copy(f"load {name}", tensor, tensor.line_bytes, "load", "threads", effects=(Load(name),))
+        r.wait_copies("load")
+        part(r, 0)
+        r.vector("forget", {"alu": 4}, effects=(Clear("m"), Clear("l"), Resume("lse"), ResumeOutput("O", "lse")))
+        part(r, 1)
+        r.copy("store O", out, out.line_bytes, "store", "threads", effects=(Store("O"), Store("lse", array="LSE")))
+    data, found, _ = execute(k, S=scores, V=values)
+    assert found == []
+    weights = np.exp(scores / np.sqrt(k.problem.head_dim))
+    total = weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(data["O"], weights @ values / total, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(data["LSE"], np.log(total), rtol=1e-5)
 
 
 def test_effects_of_a_wait_come_after_it():

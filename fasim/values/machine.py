@@ -265,18 +265,18 @@ class Machine:
             )
         base, size, stages = self._addresses[space, place.name]
         stage = self._stage(step, place, stages)
+        rows = place.share is None and name not in effect.whole and not isinstance(op, Copy)
         if place.share is None and space == "smem":
             if isinstance(effect, Load):
                 layout = self.kernel.find_tensor(op.tensor).layout if isinstance(op, Copy) else None
                 share = layout.share(step.line) if layout and layout.share else _WHOLE
-            elif name not in effect.whole and not isinstance(op, Copy):
+            elif rows:
                 share = actor.instance / actor.role.count, (actor.instance + 1) / actor.role.count
-        rows = space == "tmem" or (place.share is None and name not in effect.whole and not isinstance(op, Copy))
         cta = actor.ctas[rank]
         storage = cta.smem if space == "smem" else cta.tmem
         lo, hi = (base + (stage + part) * size for part in share)
         text = f"{place.name}[{stage}]" if stages > 1 else place.name
-        of: Literal["rows", "all"] = "rows" if rows else "all"
+        of: Literal["rows", "all"] = "rows" if rows or space == "tmem" else "all"
         return Located(storage, place.name, stage, share, lo, hi, text, place.columns or _WHOLE, of)
 
     def _stage(self, step: Step, place: Place, stages: int) -> int:
