@@ -332,7 +332,7 @@ RULES = (
     Rule("sm.interference.stall_cycles", "corun", partial(_stall, _BESIDE), 0.1),
     Rule("sm.interference.ffma_delay_cycles", "corun", partial(_delay, "ffma"), 0.1),
     Rule("sm.interference.fmul_delay_cycles", "corun", partial(_delay, "fmul"), 0.1),
-    Rule("sm.interference.alu_delay_cycles", "corun", partial(_delay, "fmnmx"), 0.01),
+    Rule("sm.interference.alu_delay_cycles", "corun", partial(_delay, "fmnmx"), 0.1),
     Rule("sm.interference.absorbed_per_cycle", "corun", _absorbed, 0.01),
     # copies
     Rule("sm.tma.issue_interval_cycles", "tma", _issue_interval),
