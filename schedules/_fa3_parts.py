@@ -182,6 +182,8 @@ def store_output(c: Role, cfg: Config, epilogue: Barrier, o: Tensor, o_free: Bar
     c.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
     converted = 0.0 if cfg.output == "partial" else cfg.dv / 4
     c.vector("scale O", {"fmul": cfg.dv / 2, "f2fp": converted}, latency={"fma": 1}, effects=_output_effects(cfg))
+    if cfg.fp8:  # columns back in order: dv/4 SHFL and dv/2 SEL in the SASS of all three
+        c.vector("reorder O", {"shfl": cfg.dv / 4, "alu": cfg.dv / 2}, latency={"shfl": 1})
     if cfg.output != "partial":
         c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
         mix, effect = {"sts": 2 * 64 * cfg.dv / 512 / 4}, Move("O", Smem("O"))

@@ -9,9 +9,15 @@ from fasim.effects import Load, Move, Smem
 from fasim.ops import BarrierUse, Copy
 from fasim.schedule import Ring, Role
 
-#: head_dim_v up to -> shared-memory wavefronts of the transposition per 128 bytes, bank conflicts included. Mean of
-#: ldmatrix (1.23, 1.74, 1.82) and stmatrix (1.68, 1.90, 2.57): h200_counters.csv, op_ld and op_st per V block.
-TRANSPOSE_WAVEFRONTS = {64: 1.45, 128: 1.8, 256: 2.2}
+#: Shared-memory wavefronts of the transposition per 128 bytes, bank conflicts included: all wavefronts less those of
+#: wgmma and of storing O, over the bytes moved, are 1.07 (d128), 1.21 (d256) and 1.25 (d64) in h200_counters.csv. The
+#: counter of stores alone says three times too much, for P at d64 in BF16 too.
+TRANSPOSE_WAVEFRONTS = 1.2
+
+#: Exposed latencies of shared memory per ldmatrix, PRMT, stmatrix: stall samples at d256 on an H200 give 115 cycles for
+#: such a round (86 at d128, 91 at d64) and 267 per block until the four warps meet, 132 a round in all; what ports and
+#: pipes do not explain of them.
+ROUND_LATENCIES = 2.5
 
 
 def load_q(p: Role, ring: Ring, packed: bool) -> None:
@@ -25,19 +31,18 @@ def load_q(p: Role, ring: Ring, packed: bool) -> None:
     p.record(Copy("load Q", ring.tensor.name, ring.tensor.line_bytes, "load", "threads", use, effects=effects))
 
 
-def transpose(p: Role, loads: Ring, ring: Ring, dv: int) -> None:
+def transpose(p: Role, loads: Ring, ring: Ring) -> None:
     """The producer warpgroup transposes the oldest V block: ldmatrix.trans, byte permutes, stmatrix.
 
-    wgmma takes a K-major B operand only in FP8. Per 512 bytes and warp one load, one store and four PRMT; two such
-    pieces are in flight, so half of the round trips to shared memory are exposed.
+    wgmma takes a K-major B operand only in FP8. Per 512 bytes and warp one load, one store and four PRMT.
     """
     name, nbytes = ring.buffer.name, ring.buffer.bytes
     p.wait(loads)
     p.wait_barrier(ring.empty, reason="empty", ahead=1, label=f"wait {name} empty")
     moves = nbytes / 512 / p.warps
     mix = {"lds": moves, "sts": moves, "alu": 4 * moves}
-    smem_bytes = 2 * nbytes * next(waves for limit, waves in TRANSPOSE_WAVEFRONTS.items() if dv <= limit)
+    smem_bytes = 2 * nbytes * TRANSPOSE_WAVEFRONTS
     effect = Move(Smem(loads.buffer.name), Smem(name, counter=f"{ring.empty.name}.shared.wait"))
-    p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": moves / 2}, effects=(effect,))
+    p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": ROUND_LATENCIES * moves}, effects=(effect,))
     p.arrive(ring.full, label=f"{name} full")
     p.release(loads)

@@ -199,11 +199,11 @@ def fa3(
                         p.load(v_loads)
                     p.load(k_ring)
                     if fp8:
-                        transpose(p, v_loads, v_ring, dv)
+                        transpose(p, v_loads, v_ring)
                     else:
                         p.load(v_ring)
             if fp8:
-                transpose(p, v_loads, v_ring, dv)
+                transpose(p, v_loads, v_ring)
             else:
                 p.load(v_ring)
 
