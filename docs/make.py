@@ -1,7 +1,8 @@
 """Make the figures and tables of README and docs: ``python docs/make.py`` (about eight minutes).
 
 Writes docs/img/*.png, docs/story.md and docs/accuracy.md, and replaces what stands between the marks
-``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md and ``<!-- fit -->`` in docs/calibrate.md.
+``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md, ``<!-- fit -->`` in docs/calibrate.md and
+``<!-- numbers -->`` in docs/schedules/fa3.md.
 Nothing in there is typed by hand.
 """
 
@@ -29,7 +30,7 @@ from fasim.views.validation_plot import plot_validation
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "validation" / "data"
-PARTS = ("pictures", "story", "limits", "accuracy", "fit")
+PARTS = ("pictures", "story", "limits", "numbers", "accuracy", "fit")
 
 #: Splits of the cross-validation.
 SPLITS = 5
@@ -48,6 +49,39 @@ def pictures() -> None:
     plot_timeline(runs, ROOT / "docs" / "img" / "pingpong.png")
     run = simulate("triton", problem, load_arch("h200"), trace=TraceSpec(sms=(0,), cycles=(0, 40_000)))
     plot_timeline([("triton on h200", run)], ROOT / "docs" / "img" / "triton.png")
+
+
+#: Rows of the table in docs/schedules/fa3.md: options of the command, and the same as arguments.
+FA3_ROWS: tuple[tuple[str, dict[str, object], dict[str, object], tuple[str, ...]], ...] = (
+    ("", {}, {}, ()),
+    ("--knob pingpong=off", {}, {"pingpong": "off"}, ()),
+    ("--knob overlap=off", {}, {"overlap": "off"}, ()),
+    ("--knob overlap=off --knob pingpong=off", {}, {"overlap": "off", "pingpong": "off"}, ()),
+    ("--head-dim 64 --heads 32", {"head_dim": 64, "heads_q": 32}, {}, ()),
+    ("--head-dim 256 --heads 8", {"head_dim": 256, "heads_q": 8}, {}, ()),
+    ("--causal --seqlen 16384 --batch 1", {"causal": True, "seqlen_q": 16384, "batch": 1}, {}, ()),
+    ("--dtype fp8", {"dtype": "fp8"}, {}, ()),
+    ("--dtype fp8 --knob two_level=on", {"dtype": "fp8"}, {"two_level": "on"}, ()),
+    ("--set sm.mufu.ops_per_cycle=32", {}, {}, ("sm.mufu.ops_per_cycle=32",)),
+)
+
+
+def numbers() -> None:
+    """The table of docs/schedules/fa3.md."""
+    lines = ["| options | cycles | TFLOP/s | % of peak | limit, steady state |", "|---|---|---|---|---|"]
+    for options, shape, knobs, overrides in FA3_ROWS:
+        problem = Problem(**{"batch": 4, "seqlen_q": 4096, "heads_q": 16, "head_dim": 128, **shape})  # type: ignore[arg-type]
+        run = simulate("fa3", problem, load_arch("h100", overrides), knobs=knobs)
+        steady = run.utilisation_steady or run.utilisation
+        limit = run.bottleneck if run.bottleneck == "latency" else f"{run.bottleneck}, {steady[run.bottleneck]:.0f} %"
+        cells = (
+            f"`{options}`" if options else "",
+            f"{run.cycles:,.0f}",
+            f"{run.tflops:.0f}",
+            f"{run.peak_percent:.0f}",
+        )
+        lines.append(f"| {' | '.join((*cells, limit))} |")
+    insert(ROOT / "docs" / "schedules" / "fa3.md", "numbers", "\n".join(lines))
 
 
 def percent(value: float) -> str:
@@ -78,10 +112,10 @@ def overview(result: Validation) -> str:
     return "\n".join(lines)
 
 
-def held_out(result: Validation) -> str:
+def held_out(*results: Validation) -> str:
     """Rows that the one fitted parameter has seen, and those it has not: the split of ``--seed 0``."""
     wanted = {"kernel": KERNEL_FIT.kernel, **KERNEL_FIT.cells}
-    rows = [r for r in result.rows if wanted.items() <= r.columns.items() and not r.short]
+    rows = [r for result in results for r in result.rows if wanted.items() <= r.columns.items() and not r.short]
     lines = [HEAD]
     for name, part in zip(("fitted on", "held out"), split(len(rows), 0, 0), strict=True):
         if summary := Summary.of(rows[i] for i in part):
@@ -200,11 +234,12 @@ Known differences and their causes: `validation/DEVIATIONS.md`.
 ## Fitted and held out
 
 The Hopper machine model is data sheets and microbenchmarks (`docs/calibrate.md`) but for one number fitted on whole
-kernels, `shuffle_latency_cycles` beside wgmma in `arch_models/h100.toml`, on a seeded half of these FA3 BF16 rows.
+kernels, `shuffle_latency_cycles` beside wgmma in `arch_models/h100.toml`, on a seeded half of the FA3 BF16 rows
+above and of the variants below.
 Fitted on other halves it does as well: the table of ten fits is in `docs/calibrate.md`. Schedules add what compiled
 code and counters say (instruction counts, instruction fetch); fitted ones say so.
 
-{held_out(timing)}
+{held_out(timing, ablations)}
 
 ## FA3 with one switch changed
 
@@ -250,6 +285,8 @@ if __name__ == "__main__":
         story()
     if "limits" in wanted:
         limits()
+    if "numbers" in wanted:
+        numbers()
     if "accuracy" in wanted:
         accuracy()
     if "fit" in wanted:

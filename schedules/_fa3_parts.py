@@ -36,7 +36,7 @@ FP8_EARLY = {64: (0.0, 0.0), 96: (0.0, 0.0), 128: (0.28, 0.83), 192: (0.20, 0.5)
 #: 6.2 cycles each at d128 (stall sampling, H200), of which port and issue explain 4.7 + 0.4.
 CHAIN_EXPOSED = 0.27
 
-#: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200. The stores
+#: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200 (O: 216 at d128). The stores
 #: themselves go out among the exponentials.
 FENCE_CYCLES = 209.0
 
@@ -46,6 +46,10 @@ SLOTS_PER_WGMMA = 6.5
 #: Cycles per tile in which a consumer warp has no instruction: code outside the loop runs once per tile
 #: and is fetched anew. Nsight Compute, no_instruction stalls on an H200: 742 (d128), 853 (d64).
 FETCH_CYCLES = 750.0
+
+#: Cycles per tile to find its block and set up pointers and descriptors, from the end of the last tile to the first wgmma
+#: (stall sampling, H200: 435 at d128, 366 in FP8 at d64), less the waits for Q and K that are simulated.
+SETUP_CYCLES = 320.0
 
 #: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
 #: wgmma waits that find their group complete take 24 to 30 each (cycle stamps inside the kernel).
@@ -187,7 +191,8 @@ def store_output(c: Role, cfg: Config, epilogue: Barrier, o: Tensor, o_free: Bar
     if cfg.output != "partial":
         c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
         mix, effect = {"sts": 2 * 64 * cfg.dv / 512 / 4}, Move("O", Smem("O"))
-        c.vector("store O", mix, smem_bytes=2 * 64 * cfg.dv, latency={"smem": 1}, effects=(effect,))
+        c.vector("store O", mix, smem_bytes=2 * 64 * cfg.dv, effects=(effect,))
+        c.delay("fence O", FENCE_CYCLES)
         c.sync(epilogue, label="O complete")
     with c.only(-1):
         engine: Literal["tma", "threads"] = "tma" if cfg.output == "tma" else "threads"

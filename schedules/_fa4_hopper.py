@@ -61,6 +61,7 @@ SLOTS_PER_WGMMA = 6.5
 #: measured for FA3 on an H200 (schedules/fa3.py).
 FETCH_CYCLES = 750.0
 LOOP_CYCLES = 90.0
+FENCE_CYCLES = 209.0  # proxy fence after storing P or O to shared memory
 
 
 def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
@@ -157,7 +158,8 @@ def _softmax(r: Role, problem: Problem, shape: Shape, masked: bool, v_ring: Ring
     r.vector("P", {"f2fp": e / 2}, effects=(Round("S", "P", problem.dtype),))
     if shape.p_in_smem:  # stmatrix, 512 bytes a warp instruction, then a proxy fence
         nbytes, write = 2 * 64 * shape.n, (Move("P", Smem("P")),)
-        r.vector("store P", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, latency={"smem": 1}, effects=write)
+        r.vector("store P", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, effects=write)
+        r.delay("fence P", FENCE_CYCLES)
 
 
 def _qk(r: Role, problem: Problem, shape: Shape) -> None:
@@ -181,7 +183,8 @@ def _store_output(r: Role, problem: Problem, shape: Shape, staged: Barrier, o_te
     r.vector("scale O", {"fmul": dv / 2, "f2fp": dv / 4}, latency={"fma": 1}, effects=divide)
     r.sync(staged, label="Q read")  # O takes its place
     nbytes, write = 2 * 64 * dv, (Move("O", Smem("O")),)
-    r.vector("store O", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, latency={"smem": 1}, effects=write)
+    r.vector("store O", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, effects=write)
+    r.delay("fence O", FENCE_CYCLES)
     r.sync(staged, label="O staged")
     with r.only(-1):
         r.copy("store O", o_tensor, 2 * shape.m * dv, "store", boxes=-(-dv // 64), effects=(Store(Smem("O")),))

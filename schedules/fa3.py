@@ -38,6 +38,7 @@ from ._fa3_parts import (
     FETCH_CYCLES,
     FP8_EARLY,
     LOOP_CYCLES,
+    SETUP_CYCLES,
     Config,
     exp_to_p,
     exponentials,
@@ -210,6 +211,7 @@ def fa3(
     with k.role("consumer", warpgroups=warpgroups, registers=REGISTERS[warpgroups][1]) as c:
         c.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with c.tiles():
+            c.delay("tile set-up", SETUP_CYCLES, "issue")
             c.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
             c.wait(q_ring)
             if overlap:

@@ -2,9 +2,9 @@
 
 A seeded half of a kernel's rows is the training set, the other half is held out. Errors of all rows are simulated on a
 grid of parameter values, once for all fits. A small change shifts which warpgroup comes first, and with it the error of
-a row by up to a few per cent either way: what a fit must follow is the trend, so each row's error is taken as a linear
-function of the parameters (least squares over the grid), and scipy's bounded linear least squares of the training rows
-gives the values. The errors reported are those of simulations with them, rounded as they would be written.
+a row by up to a few per cent either way, so the fit does not go below the grid's steps: the point with the least mean
+squared error of the training rows, moved along each parameter to the vertex of the parabola through it and its two
+neighbours. The errors reported are those of simulations with the values, rounded as they would be written.
 """
 
 from __future__ import annotations
@@ -127,22 +127,30 @@ class Fitter:
 
     def fit_half(self, seed: int, half: int) -> FitResult:
         """Fit on one half of the rows, drawn with ``seed``."""
-        from scipy.optimize import lsq_linear
-
-        points, parameters = self.grid_points(), self.fit.parameters
-        table = self.errors(points)
+        parameters = self.fit.parameters
+        table = self.errors(self.grid_points())
         train, test = split(table.shape[1], seed, half)
-        design = np.column_stack((np.ones(len(points)), points))
-        (constant, *slopes), *_ = np.linalg.lstsq(design, table[:, train], rcond=None)
-        bounds = ([p.lowest for p in parameters], [p.highest for p in parameters])
-        found = lsq_linear(np.transpose(slopes), -constant, bounds)
-        values = tuple(p.rounded(float(value)) for p, value in zip(parameters, found.x, strict=True))
+        squared = np.mean(table[:, train] ** 2, axis=1).reshape([p.points for p in parameters])
+        best = np.unravel_index(int(np.argmin(squared)), squared.shape)
+        values = tuple(
+            p.rounded(_vertex(p.grid(), np.moveaxis(squared, axis, -1)[(*best[:axis], *best[axis + 1 :])]))
+            for axis, p in enumerate(parameters)
+        )
         (errors,) = self.errors([values])
         return FitResult(seed, half, values, Summary.of_errors(errors[train]), Summary.of_errors(errors[test]))
 
     def cross_validate(self, seeds: Iterable[int]) -> list[FitResult]:
         """Both directions of each split."""
         return [self.fit_half(seed, half) for seed in seeds for half in (0, 1)]
+
+
+def _vertex(x: FloatArray, y: FloatArray) -> float:
+    """Where the parabola through the least of the values ``y`` at ``x`` and its neighbours is least; or the end."""
+    i = int(np.argmin(y))
+    if not 0 < i < len(x) - 1:
+        return float(x[i])
+    a, b, _ = np.polyfit(x[i - 1 : i + 2], y[i - 1 : i + 2], 2)
+    return float(-b / (2 * a)) if a > 0 else float(x[i])
 
 
 def split(rows: int, seed: int, half: int) -> tuple[IntArray, IntArray]:
