@@ -36,8 +36,8 @@ FP8_EARLY = {64: (0.0, 0.0), 96: (0.0, 0.0), 128: (0.28, 0.83), 192: (0.20, 0.5)
 #: 6.2 cycles each at d128 (stall sampling, H200), of which port and issue explain 4.7 + 0.4.
 CHAIN_EXPOSED = 0.27
 
-#: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200 (O: 216 at d128). The stores
-#: themselves go out among the exponentials.
+#: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200 (O: 216 at
+#: d128). The stores themselves go out among the exponentials.
 FENCE_CYCLES = 209.0
 
 #: Issue slots per wgmma: descriptors and uniform registers. (594 - 472) / 19 in the d128 loop.
@@ -47,8 +47,8 @@ SLOTS_PER_WGMMA = 6.5
 #: and is fetched anew. Nsight Compute, no_instruction stalls on an H200: 742 (d128), 853 (d64).
 FETCH_CYCLES = 750.0
 
-#: Cycles per tile to find its block and set up pointers and descriptors, from the end of the last tile to the first wgmma
-#: (stall sampling, H200: 435 at d128, 366 in FP8 at d64), less the waits for Q and K that are simulated.
+#: Cycles per tile to find its block and set up pointers and descriptors, from the end of the last tile to the first
+#: wgmma (stall sampling, H200: 435 at d128, 366 in FP8 at d64), less the waits for Q and K that are simulated.
 SETUP_CYCLES = 320.0
 
 #: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
