@@ -5,8 +5,10 @@ import re
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from scipy.optimize import least_squares
 
 from fasim.arch import arch_folder, arch_schema, check_arch, list_archs, load_arch
 from fasim.errors import ConfigError
@@ -240,3 +242,24 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_sanity_warnings(tmp_path, change, warning):
     path = write(tmp_path, "x.toml", f'base = "h100"\n{change}\n')
     assert any(text.startswith(warning) or warning in text for text in check_arch(path))
+
+
+def test_the_load_line_of_the_h200_is_that_of_its_forward_rows():
+    """MHz against the achieved share of the dense tensor peak, robust least squares as the file says."""
+    h200 = load_arch("h200")
+    shares, clocks = [], []
+    for row in rows_of("h200_timing.csv", direction="fwd"):
+        if row["kernel"] == "cudnn" or float(row["ms"]) < 0.03:
+            continue
+        peak = h200.sm.tensor.flops_per_cycle[row["dtype"]] * h200.chip.sm_count
+        share = float(row["tflops"]) * 1e9 * float(row["ms"]) / (float(row["cycles"]) * peak)
+        if share > 0.1:
+            shares.append(share)
+            clocks.append(float(row["sm_clock_mhz"]))
+    assert len(shares) == 89
+    x, y = np.array(shares), np.array(clocks)
+    found = least_squares(lambda c: c[0] - c[1] * x - y, (1900.0, 450.0), loss="soft_l1", f_scale=30.0).x
+    line = h200.clock.attention
+    assert line is not None
+    assert (line.idle_mhz, line.drop_mhz) == pytest.approx(found, abs=2.5)
+    assert np.mean(np.abs(line.mhz(x) / y - 1)) == pytest.approx(0.024, abs=0.001)
