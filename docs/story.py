@@ -180,8 +180,8 @@ def story() -> None:
     head += "|---|" + "---|" * (4 + len(UNITS))
     parts = [
         "# The idle unit moves\n",
-        "Made by `python docs/make.py story`; do not edit. Forward, B4 S4096 H16 d128, BF16, at each chip's documented "
-        "sustained clock; utilisation is per cent of the whole run. Every run is one command: "
+        "Made by `python docs/make.py story`; do not edit. Forward, B4 S4096 H16 d128, BF16, at the clock each chip "
+        "holds under the load; utilisation is per cent of the whole run. Every run is one command: "
         "`fasim run SCHEDULE --arch ARCH --knob k=v`.\n",
     ]
     for chapter in CHAPTERS:

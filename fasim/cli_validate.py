@@ -70,7 +70,7 @@ def validate(
 ) -> None:
     """Compare predictions with measurements, per row and per group.
 
-    Rows without a clock are compared in time, at the architecture's sustained clock.
+    Rows without a clock are compared in time, at the clock that the architecture holds under this load.
 
     With --counters: utilisation and traffic of every launch, and the mean absolute error of each unit.
 

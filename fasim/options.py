@@ -64,7 +64,7 @@ KnobOption = Annotated[
 ]
 ClockOption = Annotated[
     float | None,
-    typer.Option("--clock", metavar="MHZ", help="SM clock; the architecture's sustained clock unless given."),
+    typer.Option("--clock", metavar="MHZ", help="SM clock; what the chip holds under this load unless given."),
 ]
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.")

@@ -27,6 +27,7 @@ from fasim.errors import ConfigError
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
+from ._fa3_parts import FENCE_CYCLES, FETCH_CYCLES, LOOP_CYCLES  # measured for FA3, taken over
 from ._fa4_grid import Order, grid
 
 
@@ -56,12 +57,6 @@ STAGES = 2  # buffers each of K and V
 
 #: Issue slots per wgmma: (450 - 346 softmax instructions) / 16.
 SLOTS_PER_WGMMA = 6.5
-
-#: Cycles per tile waiting for instructions of straight code and per iteration in branches and wgmma waits: as
-#: measured for FA3 on an H200 (schedules/fa3.py).
-FETCH_CYCLES = 750.0
-LOOP_CYCLES = 90.0
-FENCE_CYCLES = 209.0  # proxy fence after storing P or O to shared memory
 
 
 def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
