@@ -358,6 +358,8 @@ class Launch(_Table):
 
     ramp_ns: NonNegativeFloat
     """Fixed cost of a kernel inside a graph."""
+    first_load_ns: NonNegativeFloat = 0.0
+    """By how much the first loads of a launch are later than latencies and bandwidth say; 0 where not measured."""
     cta_dispatch_ns: NonNegativeFloat
     """Per CTA, chip."""
     cta_turnover_cycles: NonNegativeFloat

@@ -386,7 +386,7 @@ def _machine(
         mode=_MODES[kernel.mode],
         grid=min(groups * slots, cluster_tiles) if persistent else cluster_tiles,
         cluster_tiles=cluster_tiles,
-        ramp=ticks(arch.launch.ramp_ns * cycles_per_ns),
+        ramp=ticks((arch.launch.ramp_ns + arch.launch.first_load_ns) * cycles_per_ns),
         dispatch=ticks(arch.launch.cta_dispatch_ns * cycles_per_ns),
         turnover=ticks(arch.launch.cta_turnover_cycles),
         remote_latency=ticks(sm.sync.remote_arrive_cycles),

@@ -48,7 +48,7 @@ from ._fa3_parts import (
     softmax_whole,
     store_output,
 )
-from ._fa3_producer import load_q, transpose
+from ._fa3_producer import issue_loads, load_q, transpose
 
 #: consumer warpgroups -> (producer, consumer) registers after setmaxnreg, registers at launch
 REGISTERS = {1: (56, 256, 128), 2: (24, 240, 168), 3: (32, 160, 128)}
@@ -185,6 +185,7 @@ def fa3(
     o_free = k.barrier("O.free", cluster)  # O shares V's space: V may land once the stores of all CTAs have read O
     turn = k.turns("turn", warpgroups)
     epilogue = k.barrier("epilogue", warpgroups, named=True)
+    staged = k.barrier("O.staged", warpgroups, named=True)
 
     with k.role("producer", warps=4 if fp8 or cut.group > 1 else 1, registers=REGISTERS[warpgroups][0]) as p:
         p.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")  # barriers, setmaxnreg
@@ -196,6 +197,7 @@ def fa3(
             p.wait_barrier(o_free, reason="empty", ahead=1)
             for trips in ("masked", "full"):
                 with p.loop(trips):
+                    issue_loads(p, 2)
                     if fp8:
                         p.load(v_loads)
                     p.load(k_ring)
@@ -211,8 +213,8 @@ def fa3(
     with k.role("consumer", warpgroups=warpgroups, registers=REGISTERS[warpgroups][1]) as c:
         c.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with c.tiles():
-            c.delay("tile set-up", SETUP_CYCLES, "issue")
-            c.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
+            c.delay("tile set-up", SETUP_CYCLES["fp8" if fp8 else "16 bit"], "issue")
+            c.delay("instruction fetch", FETCH_CYCLES[0], "issue")
             c.wait(q_ring)
             if overlap:
                 _wait_polled(c, k_ring, True)
@@ -242,7 +244,7 @@ def fa3(
                 if pingpong and not first_release:
                     c.arrive(turn, "next", label="pass turn")
                 c.release(q_ring)
-            store_output(c, cfg, epilogue, o_tensor, o_free)
+            store_output(c, cfg, epilogue, staged, o_tensor, o_free)
     return [k, combine(problem, arch, cut)] if cut.splits > 1 else [k]
 
 
