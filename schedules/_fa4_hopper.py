@@ -49,8 +49,8 @@ class Shape:
 
 
 #: (head_dim up to, head_dim_v up to) -> shapes without and with a causal mask. Tiles: interface.py. Shares: counted in
-#: the loop over full blocks, without the two EX2 and FFMA of the scale (the loop over the masked blocks of a causal tile
-#: has 26 to 56 EX2 there instead of 24 to 36).
+#: the loop over full blocks, without the two EX2 and FFMA of the scale; the loop over the masked blocks of a causal
+#: tile has 26 to 56 EX2 there instead of 24 to 36.
 SHAPES = {
     (64, 64): (Shape(192, 128, 9 / 64, 1.0), Shape(192, 128, 28 / 64, 1.0)),
     (96, 96): (Shape(192, 144, 6 / 72, 44 / 72, True), Shape(192, 128, 22 / 64, 45 / 64, True)),
