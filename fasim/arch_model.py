@@ -325,6 +325,13 @@ class L2(_Table):
     """The L2 cache of the whole chip."""
 
     capacity_bytes: PositiveInt
+    partitions: PositiveInt
+    """Parts that each serve the SMs on their side.
+
+    A line belongs to all of them in equal shares; what several SMs of a side read is copied there.
+    """
+    coalescers: NonNegativeInt
+    """Stages in front of L2, one a GPC, that merge loads of one line by several SMs; 0: none."""
     bytes_per_cycle: PositiveFloat
     """Chip, reads of distinct lines, per SM clock cycle."""
     latency_cycles: PositiveFloat

@@ -79,6 +79,8 @@ class Machine(NamedTuple):
     reduce_rate: int
     hbm_rate: int
     l2_bytes: int  # capacity
+    l2_partitions: int  # an SM group is on the side of one of them
+    l2_coalescers: int  # an SM group loads through one of them, if there are any
     mma_credit: int  # delay an MMA stream can have absorbed in advance
 
 

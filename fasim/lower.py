@@ -402,5 +402,7 @@ def _machine(
         reduce_rate=rate(arch.atomics.reduce_bytes_per_cycle),
         hbm_rate=rate(arch.hbm.achieved_bytes_per_second / (clock_mhz * 1e6)),
         l2_bytes=arch.l2.capacity_bytes,
+        l2_partitions=arch.l2.partitions,
+        l2_coalescers=arch.l2.coalescers,
         mma_credit=ticks(sm.interference.absorbed_burst_cycles) if sm.interference else 0,
     )

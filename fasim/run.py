@@ -98,7 +98,9 @@ class Run:
     utilisation: dict[str, float]
     utilisation_steady: dict[str, float] | None
     stalls: dict[str, dict[str, float]]
-    traffic: dict[str, float]  # l2_read_bytes, l2_write_bytes, hbm_read_bytes, hbm_write_bytes
+    #: l2_read_bytes and l2_write_bytes: what L2 serves, l2_far_bytes: reads that one of its partitions passes on to
+    #: another, sm_read_bytes: what arrives in SMs (multicast in several), hbm_read_bytes, hbm_write_bytes
+    traffic: dict[str, float]
     events: int  # engine events processed
     meta: dict[str, Any]
     trace: Trace | None = field(default=None, compare=False, repr=False)

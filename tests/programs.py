@@ -112,6 +112,8 @@ VARIED = {
     "sm.interference.absorbed_burst_cycles": (0, 7),
     "sm.issue.stall_cycles": (0, 0.24),
     "l2.capacity_bytes": (4096,),
+    "l2.partitions": (1, 2, 3),
+    "l2.coalescers": (0, 1, 2),
     "launch.ramp_ns": (0,),
     "launch.cta_dispatch_ns": (0,),
     "launch.cta_turnover_cycles": (0,),

@@ -1,3 +1,4 @@
+import csv
 import io
 import json
 from pathlib import Path
@@ -6,14 +7,18 @@ import pytest
 from rich.console import Console
 from test_cli import call
 
+from fasim.arch import load_arch
 from fasim.errors import ConfigError
+from fasim.problem import Problem
 from fasim.run import REASONS, UNITS, Run
+from fasim.simulate import simulate
 from fasim.studies import counters as study
 from fasim.studies.batch import Job
 from fasim.studies.counters import PIPES, compare_counters
 from fasim.studies.counters_report import render_counters
 
 DATA = Path(__file__).parents[1] / "validation" / "data" / "h200_counters.csv"
+REQUESTS = DATA.with_name("h200_l2_requests.csv")
 SHAPE = ("arch", "kernel", "dtype", "direction", "causal", "batch", "seqlen_q", "heads_q", "head_dim", "kernel_name")
 
 
@@ -35,7 +40,8 @@ def compare(tmp_path, monkeypatch: pytest.MonkeyPatch):
 
     def simulate(job: Job) -> Run:
         knobs.append(dict(job.knobs))
-        traffic = {"l2_read_bytes": 4000.0, "hbm_read_bytes": 900.0, "hbm_write_bytes": 500.0}
+        traffic = {"sm_read_bytes": 64000.0, "l2_read_bytes": 3600.0, "l2_far_bytes": 400.0}
+        traffic |= {"hbm_read_bytes": 900.0, "hbm_write_bytes": 500.0}
         return Run(
             cycles=1000.0,
             time_us=1.0,
@@ -69,7 +75,8 @@ def test_utilisation_is_scaled_to_elapsed_cycles_and_bytes_are_relative(compare)
     assert launch.error("tensor") == pytest.approx(1.0)
     assert launch.measured["smem"] == pytest.approx(100 * (0.2 + 0.5))  # wavefronts, and 64 of 128 B
     assert launch.measured["l2_read_bytes"] == 3200  # sectors of 32 bytes
-    assert launch.error("l2_read_bytes") == pytest.approx(0.25)
+    assert launch.error("l2_read_bytes") == pytest.approx(0.25)  # with what partitions pass on
+    assert launch.error("sm_read_bytes") == 0.0
     assert launch.error("hbm_read_bytes") == pytest.approx(-0.1)
 
 
@@ -161,3 +168,24 @@ def test_fa3_uses_its_units_as_counted():
     launch = next(launch for launch in result.launches if launch.name == "fa3 B4 S4096 H16 d128 bf16 forward")
     for unit in study.UNITS:
         assert abs(launch.error(unit) or 0.0) < 3.0, unit
+    assert abs(launch.error("l2_read_bytes") or 0.0) < 0.01  # multicast: nothing to merge
+    assert abs(launch.error("hbm_write_bytes") or 0.0) < 0.06  # some of O is still in L2
+
+
+@pytest.mark.slow
+def test_sms_ask_for_the_bytes_that_were_counted():
+    """What arrives in SMs, what L2 serves of it, and what crosses between the partitions."""
+    with REQUESTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        shape = {name: int(row[name]) for name in ("batch", "seqlen_q", "heads_q", "head_dim")}
+        knobs = {"pingpong": row["pingpong"]} if row["pingpong"] else {}
+        traffic = simulate("fa3", Problem(**shape, dtype=row["dtype"]), load_arch("h200"), knobs=knobs).traffic
+        counted = {name: float(cell) for name, cell in row.items() if "sectors" in name or "bytes" in name if cell}
+        if row["cluster"] == "1":  # without multicast, what SMs ask for is what they get
+            asked = counted.get("lrc_coalescable_sectors", counted.get("l1tex__m_xbar2l1tex_read_bytes.sum", 0.0) / 32)
+            assert traffic["sm_read_bytes"] == pytest.approx(32 * asked, rel=0.001), row
+        if served := counted.get("lts__t_sectors_srcunit_tex_op_read.sum"):
+            assert traffic["l2_read_bytes"] == pytest.approx(32 * served, rel=0.1), row
+            passed_on = counted["lts__t_sectors_op_read.sum"] - served
+            assert traffic["l2_far_bytes"] == pytest.approx(32 * passed_on, rel=0.3), row

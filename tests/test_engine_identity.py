@@ -50,12 +50,13 @@ def test_random_trace_windows(plan: Plan, sm: int, first: int, length: int, limi
 @given(plans(), plans())
 def test_random_launches_one_after_the_other(one: Plan, two: Plan):
     """The second kernel finds in L2 what the first left there."""
+    chip = ("l2.partitions=2", "l2.coalescers=2")
+    images = [lower(plan.build(*chip), TOY_MHZ) for plan in (one, two)]
     results = []
     for engine in (reference, compiled):
-        memory = new_memory(200)
+        memory = new_memory(200, images[0].machine)
         results.append([])
-        for plan in (one, two):
-            image = lower(plan.build(), TOY_MHZ)
+        for image in images:
             results[-1].append(comparable(engine.run(image, everything(image), memory)))
             next_launch(memory)
     assert results[0] == results[1]

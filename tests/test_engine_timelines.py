@@ -11,7 +11,7 @@ from programs import TOY_MHZ, both, commit, cycles, kernel, log, toy_arch
 
 from fasim.arch import Arch
 from fasim.engine import compiled, reference
-from fasim.engine.memory import COUNTERS
+from fasim.engine.memory import COUNTERS, new_memory, next_launch
 from fasim.errors import DeadlockError
 from fasim.lower import lower
 from fasim.run import REASONS
@@ -321,7 +321,7 @@ def test_l2_hit_miss_and_store():
         "384-388 w: store X (issue)",
         "388-480 w: wait stores (memory)",  # 384 + 16 at 64 B/cycle + 80: the source has been read
     ]
-    assert counters(k) == dict(zip(COUNTERS, (2048, 1024, 1024, 0, 1, 1), strict=True))
+    assert counters(k) == dict(zip(COUNTERS, (2048, 1024, 1024, 0, 0, 2048, 1, 1), strict=True))
 
 
 def counters(k: Kernel) -> dict[str, int]:
@@ -340,15 +340,106 @@ def test_copies_by_threads_take_their_own_issue_and_latency():
     ]
 
 
-def test_reduce_takes_the_slower_l2_path_and_does_not_delay_the_writer():
+def test_reduce_takes_the_slower_l2_path_and_no_hbm():
     k = kernel(toy_arch(), trips=2)
     x = k.tensor("X", 2, 1024, "shared", 1)
     with k.role("w", warps=1, registers=24) as w, w.tiles():
         w.copy("reduce X", x, 1024, "reduce")
         w.copy("load X", x, 1024, "load")  # another line; L2 is free at 116
         w.wait_copies("load")
-    # HBM: 16 for the reduce's write back, then 16 for the load: 132 + 60 + 100
-    assert log(k, units=False)[-1] == "108-292 w: wait loads (memory)"
+    assert log(k, units=False)[-1] == "108-280 w: wait loads (memory)"  # 104 + 16 + 60 + 100
+
+
+def test_a_dirty_line_goes_to_hbm_when_it_is_displaced():
+    k = kernel(toy_arch("l2.capacity_bytes=2048"))
+    x, y = k.tensor("X", 2, 1024, "shared", 1), k.tensor("Y", 2, 1024, "shared", 1)
+    with k.role("w", warps=1, registers=24) as w, w.tiles():
+        for _ in range(2):
+            w.copy("store X", x, 1024, "store")
+        w.wait_copies("store")
+        for _ in range(2):
+            w.copy("load Y", y, 1024, "load")
+        w.wait_copies("load")
+    assert log(k, units=False)[2:] == [
+        "108-212 w: wait stores (memory)",  # 100 + 2 x 16 out of the SM + 80; HBM is not used
+        "212-216 w: load Y (issue)",
+        "216-220 w: load Y (issue)",
+        "220-420 w: wait loads (memory)",  # 212 + 16 + 16 for X0, + 16 + 60 + 100; X1 after it
+    ]
+    assert counters(k)["hbm_write_bytes"] == 2048
+
+
+def test_a_store_waits_until_hbm_has_taken_what_it_displaces():
+    k = kernel(toy_arch("l2.capacity_bytes=2048", "hbm.achieved_bytes_per_second=8e9"))
+    x = k.tensor("X", 4, 1024, "shared", 1)
+    with k.role("w", warps=1, registers=24) as w, w.tiles():
+        for _ in range(4):
+            w.copy("store X", x, 1024, "store")
+        w.wait_copies("store")
+    # X0 is displaced at 108, X1 at 112: 2 x 128 at HBM, 80
+    assert log(k, units=False)[-1] == "116-444 w: wait stores (memory)"
+    assert counters(k)["hbm_write_bytes"] == 2048  # the last two stay
+
+
+def test_the_next_launch_writes_what_the_last_one_left():
+    for engine in (reference, compiled):
+        memory, written = None, []
+        for kind in ("store", "load"):
+            k = kernel(toy_arch("l2.capacity_bytes=1024"))
+            x, y = k.tensor("X", 1, 1024, "shared"), k.tensor("Y", 1, 1024, "shared")
+            with k.role("w", warps=1, registers=24) as w, w.tiles():
+                w.copy(kind, x if kind == "store" else y, 1024, kind)
+                w.wait_copies(kind)
+            image = lower(k, TOY_MHZ)
+            memory = memory or new_memory(2, image.machine)
+            raw = engine.run(image, memory=memory)
+            written.append(dict(zip(COUNTERS, raw.memory.tolist(), strict=True))["hbm_write_bytes"])
+            next_launch(memory)
+        assert written == [0, 1024]
+
+
+def loads_of(*lines: int, sms: int, capacity: int, partitions: int) -> dict[str, int]:
+    """Counters of a work tile for each of ``lines``, in this order, by ``sms`` SMs in turn."""
+    chip = (f"chip.sm_count={sms}", f"l2.capacity_bytes={capacity}", f"l2.partitions={partitions}")
+    k = kernel(toy_arch(*chip), tiles=len(lines))
+    k.tiles["own"][:] = lines
+    x = k.tensor("X", max(lines) + 1, 1024, "own")
+    with k.role("w", warps=1, registers=24) as w, w.tiles():
+        w.copy("load X", x, 1024, "load")
+        w.wait_copies("load")
+    return counters(k)
+
+
+def test_each_side_fetches_once_what_belongs_to_the_other_partition():
+    count = loads_of(0, 0, 0, 0, sms=4, capacity=2048, partitions=2)
+    assert count["l2_far_bytes"] == 2 * 512
+    assert count["sm_read_bytes"] == count["l2_read_bytes"] == 4096
+    assert loads_of(0, 0, 0, 0, sms=4, capacity=2048, partitions=1)["l2_far_bytes"] == 0
+
+
+def test_coalescers_merge_loads_while_the_first_waits_for_l2():
+    def count(dispatch_ns: int) -> dict[str, int]:
+        k = kernel(toy_arch("chip.sm_count=4", f"launch.cta_dispatch_ns={dispatch_ns}", "l2.coalescers=2"), tiles=4)
+        x = k.tensor("X", 1, 1024, "shared")
+        with k.role("w", warps=1, registers=24) as w, w.tiles():
+            w.copy("load X", x, 1024, "load")
+            w.wait_copies("load")
+        return counters(k)
+
+    # L2 serves SM 0 from 100 to 104 and SM 1, of another GPC, to 108; SM 2 asks at 102, SM 3 at 103
+    close = count(1)
+    assert close["l2_read_bytes"] == 2048
+    assert close["sm_read_bytes"] == 4096
+    assert close["hits"] == close["misses"] == 1
+    assert count(4)["l2_read_bytes"] == 4096  # SM 2 asks at 108, when L2 has served SM 0
+
+
+def test_a_copy_for_several_sms_of_a_side_takes_room():
+    lines = (0, 0, 0, 0, 1, 2, 0)  # read by all, then by the third SM once more
+    assert loads_of(*lines, sms=4, capacity=3072, partitions=1)["misses"] == 3
+    assert loads_of(*lines, sms=4, capacity=3072, partitions=2)["misses"] == 4
+    assert loads_of(*lines, sms=4, capacity=4096, partitions=2)["misses"] == 3
+    assert loads_of(*lines, sms=1, capacity=3072, partitions=2)["misses"] == 3  # one reader needs no copy
 
 
 def test_l2_forgets_the_least_recently_used_line():

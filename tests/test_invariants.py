@@ -106,9 +106,12 @@ def test_never_faster_than_a_unit_at_its_peak(plan: Plan):
         for row, times in zip(image.code, executions(image), strict=True)
         if row[im.K_KIND] == im.COPY and row[im.C_KIND] == im.LOAD
     )
-    assert counters["l2_read_bytes"] == loads
+    merged = image.machine.l2_coalescers > 0
+    assert counters["l2_read_bytes"] <= loads if merged else counters["l2_read_bytes"] == loads
     assert counters["hits"] + counters["misses"] > 0
     assert counters["hbm_read_bytes"] <= loads
+    assert loads <= counters["sm_read_bytes"] <= loads * image.machine.cluster
+    assert counters["l2_far_bytes"] <= loads
     # every load is waited for, so the memory system cannot still be busy with one at the end
     for name, rate in (("l2_read_bytes", image.machine.l2_rate), ("hbm_read_bytes", image.machine.hbm_rate)):
         assert (counters[name] * rate) >> im.RATE_SHIFT <= raw.ticks, name

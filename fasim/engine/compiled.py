@@ -287,7 +287,7 @@ def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | 
     """
     m = image.machine
     st = new_state(image, window)
-    memory = memory or mem.new_memory(image.lines)
+    memory = memory or mem.new_memory(image.lines, image.machine)
     _run(m, new_program(image, window), st, memory)
     if st.scalars[STATUS] == OVERFLOW:
         raise ModelError("a role starts copies or MMAs faster than its barriers can account for them (agenda overflow)")

@@ -1,7 +1,11 @@
 """L2 and HBM as both engines see them: plain functions on integer arrays.
 
-The L2 holds lines (one copy's worth of a tensor each) in exact LRU order up to its capacity. Chip
-bandwidths are first-come first-served servers: a request reserves the next free interval. A line
+The L2 holds lines (one copy's worth of a tensor each) in exact LRU order up to its capacity, and writes back:
+HBM takes what was stored to a line when the line is displaced. Its partitions each serve the SMs on their side:
+a line that several SMs of a side read is copied there, as far as it belongs elsewhere, which takes room too.
+In front of it, coalescers merge loads of a line that SMs of their GPC ask for while the first waits for L2.
+
+Chip bandwidths are first-come first-served servers: a request reserves the next free interval. A line
 that is still on its way from HBM is a hit that waits for it (a request is never sent twice).
 
 ``register_jitable`` lets the same text run as Python in the reference engine and be compiled into
@@ -15,38 +19,56 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from fasim.image import RATE_SHIFT, REDUCE, STORE, IntArray, Machine
+from fasim.image import LOAD, RATE_SHIFT, REDUCE, IntArray, Machine
 
 # Indices of MemoryState.scalars: the servers' next free tick, LRU ends, and byte counters.
 L2_FREE, HBM_FREE, LRU_HEAD, LRU_TAIL, USED = range(5)
-L2_READ, L2_WRITE, HBM_READ, HBM_WRITE, HITS, MISSES = range(5, 11)
-SCALARS = 11
-COUNTERS = ("l2_read_bytes", "l2_write_bytes", "hbm_read_bytes", "hbm_write_bytes", "hits", "misses")
+L2_READ, L2_WRITE, HBM_READ, HBM_WRITE, L2_FAR, SM_READ, HITS, MISSES = range(5, 13)
+SCALARS = 13
+#: ``l2_far_bytes``: reads that one partition passes on to another; ``sm_read_bytes``: what arrives in SMs.
+COUNTERS = (
+    "l2_read_bytes",
+    "l2_write_bytes",
+    "hbm_read_bytes",
+    "hbm_write_bytes",
+    "l2_far_bytes",
+    "sm_read_bytes",
+    "hits",
+    "misses",
+)
 
 ABSENT = -1
+# MemoryState.reader where it is not the one SM group that has read the line from this side.
+NOBODY, SEVERAL = -1, -2
 
 
 class MemoryState(NamedTuple):
-    """Arrays of shape ``(lines,)`` and the scalars above."""
+    """Arrays of shape ``(lines,)``, ``(lines, coalescers)`` and ``(lines, partitions)``, and the scalars above."""
 
     ready: IntArray  # tick at which the line is in L2, ABSENT when it is not resident
-    size: IntArray  # bytes
+    size: IntArray  # bytes, copies in other partitions included
+    dirty: IntArray  # bytes stored that HBM does not have
     newer: IntArray  # LRU list towards the most recently used
     older: IntArray
+    served: IntArray  # tick at which L2 has served the last load that a coalescer passed on
+    reader: IntArray  # who has read the line from the side of a partition
     scalars: IntArray
 
 
-def new_memory(lines: int) -> MemoryState:
+def new_memory(lines: int, machine: Machine) -> MemoryState:
     """An empty L2 for ``lines`` distinct lines."""
     scalars = np.zeros(SCALARS, dtype=np.int64)
     scalars[LRU_HEAD] = scalars[LRU_TAIL] = -1
-    full = [np.full(max(1, lines), value, dtype=np.int64) for value in (ABSENT, 0, -1, -1)]
-    return MemoryState(full[0], full[1], full[2], full[3], scalars)
+    ready, size, dirty, newer, older = (np.full(max(1, lines), x, dtype=np.int64) for x in (ABSENT, 0, 0, -1, -1))
+    served = np.zeros((max(1, lines), machine.l2_coalescers), dtype=np.int64)
+    reader = np.full((max(1, lines), machine.l2_partitions), NOBODY, dtype=np.int64)
+    return MemoryState(ready, size, dirty, newer, older, served, reader, scalars)
 
 
 def next_launch(m: MemoryState) -> None:
-    """Start a new launch on the same chip: what is in L2 stays, clocks and counters begin at zero."""
+    """Start a new launch on the same chip: what is in L2 stays, dirty or not; clocks and counters begin at zero."""
     m.ready[m.ready != ABSENT] = 0
+    m.served[:] = 0
     m.scalars[[L2_FREE, HBM_FREE, *range(L2_READ, SCALARS)]] = 0
 
 
@@ -76,51 +98,82 @@ def _make_newest(m: MemoryState, line: int) -> None:
 
 
 @register_jitable
-def _insert(m: MemoryState, line: int, nbytes: int, ready: int, capacity: int) -> None:
-    while m.scalars[USED] + nbytes > capacity and m.scalars[LRU_TAIL] >= 0:
-        victim = m.scalars[LRU_TAIL]
-        _unlink(m, victim)
-        m.ready[victim] = ABSENT
-        m.scalars[USED] -= m.size[victim]
-    m.ready[line] = ready
-    m.size[line] = nbytes
-    m.scalars[USED] += nbytes
-    _make_newest(m, line)
+def _hbm(machine: Machine, m: MemoryState, now: int, nbytes: int, counter: int) -> int:
+    """Move ``nbytes`` to or from HBM; returns the tick at which that is done."""
+    s = m.scalars
+    s[counter] += nbytes
+    s[HBM_FREE] = max(now, s[HBM_FREE]) + ((nbytes * machine.hbm_rate) >> RATE_SHIFT)
+    return int(s[HBM_FREE])
 
 
 @register_jitable
-def access(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, kind: int) -> int:
-    """Serve one request at tick ``now``; returns the tick at which L2 has sent or taken the data.
+def _grow(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int) -> int:
+    """Room for ``nbytes`` of ``line``, which is not in the LRU list; returns when HBM has taken what was displaced."""
+    s = m.scalars
+    taken = now
+    while s[USED] + nbytes > machine.l2_bytes and s[LRU_TAIL] >= 0:
+        victim = s[LRU_TAIL]
+        _unlink(m, victim)
+        s[USED] -= m.size[victim]
+        m.ready[victim] = ABSENT
+        m.size[victim] = 0
+        m.reader[victim] = NOBODY
+        if m.dirty[victim] > 0:
+            taken = _hbm(machine, m, now, m.dirty[victim], HBM_WRITE)
+            m.dirty[victim] = 0
+    m.size[line] += nbytes
+    s[USED] += nbytes
+    return taken
 
-    Latencies of the way to and from the SM are the caller's. Writes take L2 bandwidth, become
-    resident, and take HBM bandwidth for their write-back, which delays the writer once a whole L2 is
-    waiting to be written.
+
+@register_jitable
+def access(
+    machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, kind: int, group: int, receivers: int
+) -> int:
+    """Serve one request of an SM group at tick ``now``; returns the tick at which L2 has sent or taken the data.
+
+    Latencies of the way to and from the SM are the caller's. A load goes to ``receivers`` SMs; those to several are not
+    merged. A store makes the line dirty; one that displaces dirty lines waits until HBM has taken them.
     """
     s = m.scalars
+    if kind == LOAD:
+        s[SM_READ] += nbytes * receivers
+    merges = kind == LOAD and receivers == 1 and machine.l2_coalescers > 0
+    gpc = group % machine.l2_coalescers if merges else 0
+    if merges and m.served[line, gpc] > now:
+        return max(m.served[line, gpc], m.ready[line])
     rate = machine.reduce_rate if kind == REDUCE else machine.l2_rate
-    start = max(now, s[L2_FREE])
-    s[L2_FREE] = start + ((nbytes * rate) >> RATE_SHIFT)
+    s[L2_FREE] = max(now, s[L2_FREE]) + ((nbytes * rate) >> RATE_SHIFT)
     done = s[L2_FREE]
     resident = m.ready[line] != ABSENT
-    if kind in (STORE, REDUCE):
+    more = 0 if resident else nbytes
+    if resident:
+        _unlink(m, line)
+    if kind != LOAD:
         s[L2_WRITE] += nbytes
-        if resident:
-            _unlink(m, line)
-            _make_newest(m, line)
-        else:
-            s[HBM_WRITE] += nbytes
-            s[HBM_FREE] = max(now, s[HBM_FREE]) + ((nbytes * machine.hbm_rate) >> RATE_SHIFT)
-            _insert(m, line, nbytes, done, machine.l2_bytes)
-        # L2 can hold what HBM has not taken yet, but no more than its capacity
-        return max(done, s[HBM_FREE] - ((machine.l2_bytes * machine.hbm_rate) >> RATE_SHIFT))
+        if not resident:
+            m.ready[line] = done
+        m.dirty[line] = max(m.dirty[line], nbytes)
+        done = max(done, _grow(machine, m, now, line, more))
+        _make_newest(m, line)
+        return done
     s[L2_READ] += nbytes
+    if merges:
+        m.served[line, gpc] = done
     if resident:
         s[HITS] += 1
-        _unlink(m, line)
-        _make_newest(m, line)
     else:
         s[MISSES] += 1
-        s[HBM_READ] += nbytes
-        s[HBM_FREE] = max(now, s[HBM_FREE]) + ((nbytes * machine.hbm_rate) >> RATE_SHIFT)
-        _insert(m, line, nbytes, s[HBM_FREE] + machine.miss_latency, machine.l2_bytes)
+        m.ready[line] = _hbm(machine, m, now, nbytes, HBM_READ) + machine.miss_latency
+    side = group % machine.l2_partitions
+    elsewhere = nbytes - nbytes // machine.l2_partitions
+    reader = m.reader[line, side]
+    if reader == NOBODY:
+        s[L2_FAR] += elsewhere
+        m.reader[line, side] = group
+    elif reader != SEVERAL and reader != group:
+        m.reader[line, side] = SEVERAL
+        more += elsewhere
+    _grow(machine, m, now, line, more)
+    _make_newest(m, line)
     return max(done, m.ready[line])

@@ -37,7 +37,7 @@ class ReferenceEngine:
     ) -> None:
         self.image, self.m, self.window, self.observer = image, image.machine, window, observer
         self.env = simpy.Environment()
-        self.memory = memory or mem.new_memory(image.lines)
+        self.memory = memory or mem.new_memory(image.lines, image.machine)
         self.next_cta, self.next_tile = 0, self.m.grid
         self.events = self.last = self.full_from = 0
         self.full_until: int | None = None
@@ -278,7 +278,8 @@ class ReferenceEngine:
             start = max(now, sm.tma_free)
             sm.tma_free = start + row[im.C_ISSUE]
         before = self.hbm_bytes()
-        done = int(mem.access(m, self.memory, start, line, nbytes, kind))
+        receivers = m.cluster if row[im.C_MULTICAST] else 1
+        done = int(mem.access(m, self.memory, start, line, nbytes, kind, agent.group, receivers))
         self.count(-1, start, ((self.hbm_bytes() - before) * m.hbm_rate) >> im.RATE_SHIFT)
         self.count(row[im.K_ACTIVITY], start, 1)
         into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT

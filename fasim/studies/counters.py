@@ -21,6 +21,7 @@ from typing import Any
 
 from fasim import __version__
 from fasim.errors import ConfigError, FasimError
+from fasim.run import Run
 from fasim.studies.batch import Job, Progress
 from fasim.studies.validate import REQUIRED, Line, check_overrides, job_of, read_lines
 from fasim.studies.validation import SHAPE
@@ -46,13 +47,15 @@ _TMA, _PORT_BYTES_PER_CYCLE = "sm__inst_executed_pipe_tma.sum", 128
 UNITS = (*PIPES, "smem")
 
 #: Counters of traffic, by the name in ``Run.traffic``, and the bytes one count stands for (a sector is 32 bytes).
+#: L2 counts reads behind the coalescers, and those that one partition passes on to another in both.
 TRAFFIC = {
+    "sm_read_bytes": (_FILL_BYTES, 1),
     "l2_read_bytes": ("lts__t_sectors_op_read.sum", 32),
     "hbm_read_bytes": ("dram__bytes_read.sum", 1),
     "hbm_write_bytes": ("dram__bytes_write.sum", 1),
 }
 
-_COUNTERS = (_ACTIVE, _ELAPSED, _WAVEFRONTS, _FILL_BYTES, _TMA, *PIPES.values(), *(c for c, _ in TRAFFIC.values()))
+_COUNTERS = (_ACTIVE, _ELAPSED, _WAVEFRONTS, _TMA, *PIPES.values(), *(c for c, _ in TRAFFIC.values()))
 
 #: Kernel names of PyTorch's copies and fills, launched beside the attention kernel.
 _AUXILIARY = "elementwise_kernel"
@@ -200,8 +203,15 @@ def _compare(path: Path, lines: Sequence[Line], job: Job | str) -> Launch | str:
         columns=lines[0][1],
         problem=job.problem.describe(),
         measured=_measured(lambda i, name: _number(f"{path}:{lines[i][0]}", lines[i][1], name), len(lines)),
-        simulated={name: run.utilisation[name] for name in UNITS} | {name: run.traffic[name] for name in TRAFFIC},
+        simulated={name: run.utilisation[name] for name in UNITS} | _traffic(run),
     )
+
+
+def _traffic(run: Run) -> dict[str, float]:
+    """Bytes as the counters count them: L2 counts a read that it passes on to another partition there too."""
+    found = {name: run.traffic[name] for name in TRAFFIC}
+    found["l2_read_bytes"] += run.traffic["l2_far_bytes"]
+    return found
 
 
 def _measured(value: Callable[[int, str], float], n: int) -> dict[str, float]:
