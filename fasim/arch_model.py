@@ -198,6 +198,8 @@ class Interference(_Table):
     alu_cycles: PositiveFloat
     mufu_cycles: PositiveFloat
     alu_port_cycles: NonNegativeFloat
+    fsel_port_cycles: NonNegativeFloat
+    """Of ALU instructions with one register operand (FSEL of a mask)."""
     mufu_port_cycles: NonNegativeFloat
     ffma_port_cycles: NonNegativeFloat
     """Three-operand instructions of the FMA pipe."""

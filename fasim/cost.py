@@ -43,6 +43,7 @@ _DELAY_FIELD = {
     "f2fp": "alu_delay_cycles",
     "f2fp8": "alu_delay_cycles",
     "alu": "alu_delay_cycles",
+    "fsel": "alu_delay_cycles",
 }
 #: FLOP of one mma.sync m16n8k16.
 MMA_SYNC_FLOPS = 2 * 16 * 8 * 16
@@ -82,6 +83,7 @@ def interval(arch: Arch, instruction: str) -> float:
         "imad": sm.fma.imad_ops_per_cycle,
         "fmnmx": sm.alu.ops_per_cycle,
         "alu": sm.alu.ops_per_cycle,
+        "fsel": sm.alu.ops_per_cycle,
         "f2fp": sm.alu.convert_ops_per_cycle,
         "f2fp8": sm.alu.convert_fp8_ops_per_cycle,
         "ex2": sm.mufu.ops_per_cycle,
@@ -154,7 +156,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
         if inter is not None:
             if pipe == P_ALU:
                 slowed = max(ii, inter.alu_cycles * ii / interval(arch, "alu"))
-                beside[P_PORT] += n * inter.alu_port_cycles
+                beside[P_PORT] += n * (inter.fsel_port_cycles if name == "fsel" else inter.alu_port_cycles)
             elif pipe == P_MUFU:
                 slowed = max(ii, inter.mufu_cycles * ii / interval(arch, "ex2"))
                 beside[P_PORT] += n * inter.mufu_port_cycles

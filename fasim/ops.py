@@ -25,6 +25,7 @@ INSTRUCTION_PIPE: dict[str, str] = {
     "f2fp": "alu",  # convert and pack two fp32 to 16 or 4 bit
     "f2fp8": "alu",  # convert and pack two fp32 to 8 bit
     "alu": "alu",  # LOP3, ISETP, FSEL, IADD3, PRMT ...
+    "fsel": "alu",  # FSEL and others with one register operand: as alu, but they leave more of the operand port
     "ex2": "mufu",
     "mufu": "mufu",  # rcp, lg2, rsq
     "shfl": "lsu",

@@ -1,8 +1,13 @@
 """The Hopper kernels of FlashAttention-4: the structure of FA3, not persistent, written in the CuTe DSL.
 
 One warp loads; two or three consumer warpgroups of 64 rows issue QK of a block and PV of the last back to back
-(ping-pong by named barriers), then compute the softmax of the block. Other than in FA3: a CTA per tile, blocks of 128
-keys at head dim 128 with or without a mask, no clusters, O through the space of Q.
+(up to head dim 128 in turn, by named barriers), then compute the softmax of the block. Other than in FA3: a CTA per
+tile, blocks of 128 keys at head dim 128 with or without a mask, no clusters, the mask in every block of a causal tile,
+the maxima of both rows before all exponentials, O through the space of Q.
+
+Sources: flash_attn/cute/flash_fwd_sm90.py and interface.py of Dao-AILab/flash-attention at 0251105a for tiles, roles,
+barriers and order; instruction counts and what stands before which wait from the disassembly of that source, compiled
+for sm_90a in BF16 by nvidia-cutlass-dsl 4.8.1, head dims 64, 96, 128, 192, (192, 128) and 256.
 """
 
 from __future__ import annotations
@@ -10,53 +15,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fasim.arch import Arch
-from fasim.effects import (
-    Mask,
-    Matmul,
-    Move,
-    Normalise,
-    Probabilities,
-    Rescale,
-    Round,
-    RowMax,
-    RowSum,
-    Smem,
-    Store,
-)
+from fasim.effects import Mask, Move, Normalise, Rescale, Round, RowMax, Smem, Store
 from fasim.errors import ConfigError
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
-from ._fa3_parts import FENCE_CYCLES, FETCH_CYCLES, LOOP_CYCLES  # measured for FA3, taken over
+from ._fa3_parts import (
+    FENCE_CYCLES,
+    FETCH_CYCLES,
+    LOOP_CYCLES,
+    SETUP_CYCLES,
+    Config,
+    exp_to_p,
+    exponentials,
+    pv,
+    qk,
+)
 from ._fa4_grid import Order, grid
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a kernel. ``p_in_smem``: P is an operand in shared memory instead of registers."""
+    """Tile of a kernel, and the shares of EX2 and FFMA that the compiler places before the wait for PV.
+
+    ``p_in_smem``: P is an operand in shared memory instead of registers.
+    """
 
     m: int
     n: int
+    early: float
+    early_ffma: float
     p_in_smem: bool = False
 
 
-#: (head_dim up to, head_dim_v up to) -> shapes without and with a causal mask (interface.py).
+#: (head_dim up to, head_dim_v up to) -> shapes without and with a causal mask. Tiles: interface.py. Shares: counted in
+#: the loop over full blocks, without the two EX2 and FFMA of the scale; the loop over the masked blocks of a causal
+#: tile has 26 to 56 EX2 there instead of 24 to 36.
 SHAPES = {
-    (64, 64): (Shape(192, 128), Shape(192, 128)),
-    (96, 96): (Shape(192, 144, True), Shape(192, 128, True)),
-    (128, 128): (Shape(128, 128), Shape(128, 128)),
-    (192, 128): (Shape(128, 128), Shape(128, 128)),
-    (192, 192): (Shape(128, 112), Shape(128, 112)),
-    (256, 256): (Shape(128, 80), Shape(128, 80)),
+    (64, 64): (Shape(192, 128, 9 / 64, 1.0), Shape(192, 128, 28 / 64, 1.0)),
+    (96, 96): (Shape(192, 144, 6 / 72, 44 / 72, True), Shape(192, 128, 22 / 64, 45 / 64, True)),
+    (128, 128): (Shape(128, 128, 8 / 64, 1.0), Shape(128, 128, 28 / 64, 57 / 64)),
+    (192, 128): (Shape(128, 128, 8 / 64, 1.0), Shape(128, 128, 28 / 64, 55 / 64)),
+    (192, 192): (Shape(128, 112, 4 / 56, 35 / 56), Shape(128, 112, 34 / 56, 1.0)),
+    (256, 256): (Shape(128, 80, 12 / 40, 1.0), Shape(128, 80, 28 / 40, 1.0)),
 }
 
 #: consumer warpgroups -> (producer, consumer) registers, registers at launch
 REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
 
 STAGES = 2  # buffers each of K and V
-
-#: Issue slots per wgmma: (450 - 346 softmax instructions) / 16.
-SLOTS_PER_WGMMA = 6.5
 
 
 def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
@@ -76,6 +83,7 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     knobs: dict[str, object] = dict(tile_m=shape.m, tile_n=shape.n, scheduler=order, pack_gqa=packed)
     k = Kernel("fa4", problem, arch, knobs, max_ctas_per_sm=1, launch_registers=registers[2])
     layouts = grid(k, shape.m, shape.n, order, packed)
+    c = _config(problem, shape)
     q_bytes, o_bytes = 2 * shape.m * d, 2 * shape.m * dv
     lines = problem.batch * problem.heads_kv * -(-problem.seqlen_k // shape.n)
     q_tensor = k.tensor("Q", k.tile_count, q_bytes, "q", layout=layouts.q)
@@ -96,8 +104,9 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     with k.role("producer", warps=1, registers=registers[0]) as r:
         r.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with r.tiles(draws=True):
-            r.load(q_ring)
+            r.delay("tile set-up", SETUP_CYCLES, "issue")  # 107 instructions before the first copy, 120 in FA3
             r.load(k_ring)
+            r.load(q_ring)
             with r.loop("steps"):
                 r.load(k_ring)
                 r.load(v_ring)
@@ -105,82 +114,110 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     with k.role("consumer", warpgroups=warpgroups, registers=registers[1]) as r:
         r.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with r.tiles():
+            r.delay("tile set-up", SETUP_CYCLES, "issue")  # beside the producer's
             r.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
             r.wait(q_ring)
             r.wait(k_ring)
-            _qk(r, problem, shape)
+            qk(r, c)
             r.wait_mma(0, "wait QK")
             r.release(k_ring)
-            _softmax(r, problem, shape, masked=True)
-            for trips, masked in (("masked", True), ("full", False)):
-                with r.loop(trips):
-                    _step(r, problem, shape, k_ring, v_ring, turn, masked)
+            _row_max(r, c, masked=True, causal=problem.causal)
+            exp_to_p(r, c, 1.0, 1.0, {"fadd": c.elements, "f2fp": c.elements / 2}, rescale=False)
+            with r.loop("steps"):
+                _step(r, c, problem.causal, k_ring, v_ring, turn)
             r.release(q_ring)
+            if c.rescale_early:
+                _rescale(r, c)
             r.wait(v_ring)
-            _pv(r, problem, shape)
+            pv(r, c)
             r.wait_mma(0, "wait PV")
             r.release(v_ring)
-            _store_output(r, problem, shape, staged, o_tensor)
+            _store_output(r, c, staged, o_tensor)
     return k
 
 
-def _step(r: Role, problem: Problem, shape: Shape, k_ring: Ring, v_ring: Ring, turn: Barrier, masked: bool) -> None:
-    """QK of this block, PV of the last, softmax; PV is waited for after the exponentials, before P is packed."""
-    r.wait(k_ring)
-    r.wait_barrier(turn, "own", label="wait turn")
-    _qk(r, problem, shape)
+def _config(problem: Problem, shape: Shape) -> Config:
+    """The kernel in FA3's words."""
+    return Config(
+        m=shape.m,
+        n=shape.n,
+        d=problem.head_dim,
+        dv=problem.head_dim_v,
+        stages=STAGES,
+        pingpong=problem.head_dim <= 128,
+        overlap=True,
+        in_registers=not shape.p_in_smem,
+        exp=True,
+        early=shape.early,
+        early_ffma=shape.early_ffma,
+        warpgroups=shape.m // 64,
+        rescale_early=problem.head_dim_v > 128,
+        first_release=False,
+        fp8=False,
+        two_level=False,
+        output="tma",
+        formats=(problem.dtype, problem.dtype),
+    )
+
+
+def _step(r: Role, c: Config, causal: bool, k_ring: Ring, v_ring: Ring, turn: Barrier) -> None:
+    """QK of this block, PV of the last, softmax; the compiler waits for PV among the exponentials.
+
+    Where O is rescaled before PV, all but the first one or two wgmma of QK stand behind the rescale.
+    """
+    r.wait(k_ring)  # all warps poll, before they wait for their turn
+    if c.pingpong:
+        r.wait_barrier(turn, "own", label="wait turn")
+    if c.rescale_early:
+        _rescale(r, c)
+    qk(r, c)
     r.wait(v_ring)
-    _pv(r, problem, shape)
-    r.arrive(turn, "next", label="pass turn")
+    pv(r, c)
+    if c.pingpong:
+        r.arrive(turn, "next", label="pass turn")
     r.wait_mma(1, "wait QK")
+    _row_max(r, c, causal, causal)
+    exponentials(r, c, "exp (early)", c.early, c.early_ffma, {})
     r.release(k_ring)
-    _softmax(r, problem, shape, masked, v_ring)
+    r.wait_mma(0, "wait PV")
+    r.release(v_ring)
+    rest = {"fadd": c.elements - 2, "f2fp": c.elements / 2, "fmul": 0 if c.rescale_early else c.dv / 2}
+    exp_to_p(r, c, 1.0 - c.early, 1.0 - c.early_ffma, rest, rescale=not c.rescale_early)
     r.delay("loop", LOOP_CYCLES, "issue")
 
 
-def _softmax(r: Role, problem: Problem, shape: Shape, masked: bool, v_ring: Ring | None = None) -> None:
-    """Softmax of a block: per thread 2 rows and n / 2 elements. With ``v_ring``, a PV runs beside it."""
-    e = shape.n / 2
+def _rescale(r: Role, c: Config) -> None:
+    r.vector("rescale O", {"fmul": c.dv / 2}, effects=(Rescale("O"),))
+
+
+def _row_max(r: Role, c: Config, masked: bool, causal: bool) -> None:
+    """Maxima of a thread's two rows, in eight chains side by side, and what they scale, with its checks for infinity.
+
+    The mask is an FSEL per element, R2P and LOP3 per eight, and the place of the diagonal where there is one.
+    """
+    e = c.elements
     if masked:
-        r.vector("mask", {"alu": 1.4 * e}, effects=(Mask("S"),))  # FSEL per element, R2P per 8
+        r.vector("mask", {"fsel": 1.25 * e + 16 * causal}, effects=(Mask("S"),))
     r.vector("row max", {"fmnmx": e + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
-    r.vector("scale", {"ffma": 2, "ex2": 2, "fmul": 2}, latency={"fma": 1, "ex2": 1}, effects=(RowMax("S"),))
-    r.vector("exp, sum", {"ffma": e, "ex2": e, "fadd": e}, effects=(Probabilities("S"), RowSum("S")))
-    if v_ring is not None:
-        r.wait_mma(0, "wait PV")
-        r.release(v_ring)
-        r.vector("rescale O", {"fmul": problem.head_dim_v / 2 + 4}, effects=(Rescale("O"),))
-    r.vector("P", {"f2fp": e / 2}, effects=(Round("S", "P", problem.dtype),))
-    if shape.p_in_smem:  # stmatrix, 512 bytes a warp instruction, then a proxy fence
-        nbytes, write = 2 * 64 * shape.n, (Move("P", Smem("P")),)
-        r.vector("store P", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, effects=write)
-        r.delay("fence P", FENCE_CYCLES)
+    mix = {"fsel": 4, "fadd": 2, "fmul": 4, "ex2": 2, "ffma": 2}
+    r.vector("scale", mix, latency={"alu": 2, "fma": 1}, effects=(RowMax("S"),))
 
 
-def _qk(r: Role, problem: Problem, shape: Shape) -> None:
-    scores = Matmul("S", Smem("Q"), Smem("K"), transposed=True)
-    r.mma("QK", m=64, n=shape.n, k=16, count=problem.head_dim // 16, slots=SLOTS_PER_WGMMA, effects=(scores,))
+def _store_output(r: Role, c: Config, staged: Barrier, o_tensor: Tensor) -> None:
+    """Row sums, 1/l, O to 16 bit, through shared memory and out by TMA, which a warp of the first warpgroup starts.
 
-
-def _pv(r: Role, problem: Problem, shape: Shape) -> None:
-    a, p = ("smem", Smem("P")) if shape.p_in_smem else ("register", "P")
-    output = Matmul("O", p, Smem("V"), add=True)
-    count = shape.n // 16
-    r.mma("PV", m=64, n=problem.head_dim_v, k=16, count=count, a=a, slots=SLOTS_PER_WGMMA, effects=(output,))
-
-
-def _store_output(r: Role, problem: Problem, shape: Shape, staged: Barrier, o_tensor: Tensor) -> None:
-    """Row sums, 1/l, O to 16 bit, through shared memory and out by TMA; the last warpgroup sends it."""
-    dv = problem.head_dim_v
+    The others only arrive at the second barrier and are done.
+    """
     r.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
-    r.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
-    divide = (Normalise("O"), Round("O", "O", problem.dtype), Store("lse", "O", array="LSE"))
-    r.vector("scale O", {"fmul": dv / 2, "f2fp": dv / 4}, latency={"fma": 1}, effects=divide)
     r.sync(staged, label="Q read")  # O takes its place
-    nbytes, write = 2 * 64 * dv, (Move("O", Smem("O")),)
+    r.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
+    divide = (Normalise("O"), Round("O", "O", c.formats[1]), Store("lse", "O", array="LSE"))
+    r.vector("scale O", {"fmul": c.dv / 2, "f2fp": c.dv / 4}, latency={"fma": 1}, effects=divide)
+    nbytes, write = 2 * 64 * c.dv, (Move("O", Smem("O")),)
     r.vector("store O", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, effects=write)
     r.delay("fence O", FENCE_CYCLES)
-    r.sync(staged, label="O staged")
-    with r.only(-1):
-        r.copy("store O", o_tensor, 2 * shape.m * dv, "store", boxes=-(-dv // 64), effects=(Store(Smem("O")),))
+    r.arrive(staged, label="O staged")
+    with r.only(0):
+        r.wait_barrier(staged, label="wait O staged")
+        r.copy("store O", o_tensor, o_tensor.line_bytes, "store", boxes=-(-c.dv // 64), effects=(Store(Smem("O")),))
         r.wait_copies("store", "wait O store")

@@ -56,12 +56,18 @@ def test_unknown_instruction():
 
 def test_beside_an_mma():
     changes = {"alu_cycles": 4, "mufu_cycles": 10, "shuffle_cycles": 15}
-    changes |= {"alu_port_cycles": 3, "mufu_port_cycles": 5, "ffma_port_cycles": 1, "fmul_port_cycles": 0.5}
+    changes |= {
+        "alu_port_cycles": 3,
+        "fsel_port_cycles": 2,
+        "mufu_port_cycles": 5,
+        "ffma_port_cycles": 1,
+        "fmul_port_cycles": 0.5,
+    }
     arch = toy_arch(*(f"sm.interference.{key}={value}" for key, value in changes.items()))
-    d = demand({"fmnmx": 2, "f2fp": 1, "ex2": 3, "ffma": 4, "fadd": 2, "shfl": 1}, arch)
-    assert cycles_on(d.alone) == {"issue": 13, "alu": 6, "mufu": 24, "fma": 6, "lsu": 4}
-    port = 3 * 3 + 3 * 5 + 4 * 1 + 2 * 0.5
-    assert cycles_on(d.beside) == {"issue": 13, "alu": 12, "mufu": 30, "fma": 6, "lsu": 15, "port": port}
+    d = demand({"fmnmx": 2, "f2fp": 1, "ex2": 3, "ffma": 4, "fadd": 2, "shfl": 1, "fsel": 1}, arch)
+    assert cycles_on(d.alone) == {"issue": 14, "alu": 8, "mufu": 24, "fma": 6, "lsu": 4}
+    port = 3 * 3 + 2 + 3 * 5 + 4 * 1 + 2 * 0.5
+    assert cycles_on(d.beside) == {"issue": 14, "alu": 16, "mufu": 30, "fma": 6, "lsu": 15, "port": port}
 
 
 def test_slowing_is_in_proportion_to_the_pipes_interval():

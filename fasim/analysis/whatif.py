@@ -49,7 +49,11 @@ _RESOURCES: dict[str, Resource] = {
     "alu": Resource(
         "ALU pipe: maxima, conversions, masks",
         ("sm.alu.ops_per_cycle", "sm.alu.convert_ops_per_cycle", "sm.alu.convert_fp8_ops_per_cycle"),
-        ("sm.interference.alu_cycles", "sm.interference.alu_port_cycles"),
+        (
+            "sm.interference.alu_cycles",
+            "sm.interference.alu_port_cycles",
+            "sm.interference.fsel_port_cycles",
+        ),
     ),
     "issue": Resource("warp schedulers", ("sm.issue.ops_per_cycle",)),
     "lsu": Resource("shuffles", ("sm.lsu.shuffle_ops_per_cycle",), ("sm.interference.shuffle_cycles",)),
@@ -98,6 +102,7 @@ _RESOURCES: dict[str, Resource] = {
             "sm.interference.mufu_cycles",
             "sm.interference.shuffle_cycles",
             "sm.interference.alu_port_cycles",
+            "sm.interference.fsel_port_cycles",
             "sm.interference.mufu_port_cycles",
             "sm.interference.ffma_port_cycles",
             "sm.interference.fmul_port_cycles",

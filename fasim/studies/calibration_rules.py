@@ -184,6 +184,16 @@ def _port(part: int, results: Microbench) -> Estimate:
     return Estimate(float(found[part]), residual, len(measured), "fitted")
 
 
+def _fsel_port(results: Microbench) -> Estimate:
+    """What an FSEL of one register operand adds to an element of the softmax mix."""
+    where = {"n": (128, 256), "mma_groups": 1, "vector_groups": (2, 3)}
+    mixed, plain = (
+        _LANES / results.column("corun.corun_mask", "vector_lanes_per_cycle", vector=vector, **where)
+        for vector in ("fsel+softmax_mix", "softmax_mix")
+    )
+    return _centre(mixed - plain)
+
+
 def _delay(vector: str, results: Microbench) -> Estimate:
     """Tensor-core time lost per instruction in bursts at n = 64, which absorbs none."""
     where = {"vector": vector, "operand": "ss", "n": 64}
@@ -326,6 +336,7 @@ RULES = (
     Rule("sm.interference.alu_cycles", "corun", partial(_beside, ("fmnmx", "f2fp"), (2, 3)), 0.1),
     Rule("sm.interference.mufu_cycles", "corun", partial(_beside, ("ex2",), (2, 3)), 0.1),
     Rule("sm.interference.alu_port_cycles", "corun", partial(_port, 0), 0.1),
+    Rule("sm.interference.fsel_port_cycles", "corun", _fsel_port, 0.1),
     Rule("sm.interference.ffma_port_cycles", "corun", partial(_port, 1), 0.1),
     Rule("sm.interference.fmul_port_cycles", "corun", partial(_port, 2), 0.1),
     Rule("sm.interference.shuffle_cycles", "corun", partial(_beside, ("shfl",), (1, 2))),

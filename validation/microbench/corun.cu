@@ -42,11 +42,11 @@ Result measure(int mma_groups, int vector_groups, int hops) {
 }
 
 template <int N, bool kRs, Op kOp>
-void measure_full(double mma_alone) {
+void measure_full(double mma_alone, const char* table_name = "corun") {
   for (int mma_groups = 1; mma_groups <= 2; ++mma_groups)
     for (int vector_groups = 1; vector_groups <= std::min(3, kMaxGroups<N> - mma_groups); ++vector_groups) {
       Result r = measure<N, kRs, kOp>(mma_groups, vector_groups, -1);
-      Row("corun")("n", N)("operand", kRs ? "rs" : "ss")("mma_groups", mma_groups)("vector", op_name(kOp))(
+      Row(table_name)("n", N)("operand", kRs ? "rs" : "ss")("mma_groups", mma_groups)("vector", op_name(kOp))(
           "vector_groups", vector_groups)("mma_cycles_per_instr", r.mma_interval)("mma_ideal", N / 2)(
           "vector_lanes_per_cycle", r.vector_lanes)("mma_delay_per_vector_instr", delay_per_instr(r, mma_alone));
     }
@@ -164,6 +164,14 @@ void measure_width() {
   measure_duty<N, kRs, Op::kSoftmax>(alone);
 }
 
+template <int N, bool kRs>
+void measure_mask() {
+  double alone = measure<N, kRs, Op::kFsel>(1, 0, -1).mma_interval;
+  measure_full<N, kRs, Op::kFsel>(alone, "corun_mask");
+  measure_full<N, kRs, Op::kSoftmax>(alone, "corun_mask");
+  measure_full<N, kRs, Op::kFselSoftmax>(alone, "corun_mask");
+}
+
 template <int N, bool kRs, Op kOp>
 void measure_fp8_op(int mma_groups, double mma_alone) {
   for (int vector_groups = 1; vector_groups <= std::min(2, kMaxGroups<N> - mma_groups); ++vector_groups) {
@@ -256,6 +264,16 @@ int main() {
          {"mma_ideal", "cycles"},
          {"vector_lanes_per_cycle", "lanes/cycle/SM"},
          {"mma_delay_per_vector_instr", "cycles"}});
+  table("corun_mask", "table corun with an FSEL of one register operand, alone and before each element of softmax_mix",
+        {{"n", ""},
+         {"operand", ""},
+         {"mma_groups", ""},
+         {"vector", ""},
+         {"vector_groups", ""},
+         {"mma_cycles_per_instr", "cycles"},
+         {"mma_ideal", "cycles"},
+         {"vector_lanes_per_cycle", "lanes/cycle/SM"},
+         {"mma_delay_per_vector_instr", "cycles"}});
   table("corun_mma_duty",
         "one warpgroup issues bursts of wgmma, waits for them and idles; vector streams without pause beside it",
         {{"n", ""},
@@ -297,6 +315,10 @@ int main() {
   measure_fp8<160, false>();
   measure_fp8<224, false>();
   measure_fp8<256, true>();
+  measure_mask<64, true>();
+  measure_mask<128, false>();
+  measure_mask<128, true>();
+  measure_mask<256, true>();
   measure_mma_duties<64, true, 2>();
   measure_mma_duties<64, true, 10>();
   measure_mma_duties<128, false, 2>();

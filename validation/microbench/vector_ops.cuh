@@ -15,7 +15,9 @@ enum class Op {
   kShfl,
   kHfma2,
   kSel,
+  kFsel,
   kSoftmax,
+  kFselSoftmax,
   kEx2Ffma1,
   kEx2Ffma2,
   kEx2Ffma4,
@@ -23,8 +25,9 @@ enum class Op {
 };
 
 inline const char* op_name(Op op) {
-  static const char* names[] = {"ex2",   "fmnmx", "f2fp",        "2f2fp8",    "ffma",      "fmul",      "fadd",      "shfl",
-                                "hfma2", "sel",   "softmax_mix", "ex2+1ffma", "ex2+2ffma", "ex2+4ffma", "idle"};
+  static const char* names[] = {
+      "ex2", "fmnmx", "f2fp",        "2f2fp8",           "ffma",      "fmul",      "fadd",      "shfl", "hfma2",
+      "sel", "fsel",  "softmax_mix", "fsel+softmax_mix", "ex2+1ffma", "ex2+2ffma", "ex2+4ffma", "idle"};
   return names[int(op)];
 }
 
@@ -87,6 +90,14 @@ __device__ __forceinline__ void vector_step(VectorState& s, int i) {
   if constexpr (kOp == Op::kSel) {
     uint32_t flag = s.flag;
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; selp.f32 %0, %0, %1, p; }" : "+f"(x) : "f"(y), "r"(flag));
+  }
+  if constexpr (kOp == Op::kFsel) {  // as in a mask: one register operand, an immediate, a predicate
+    uint32_t flag = s.flag;
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; selp.f32 %0, %0, 0fFF800000, p; }" : "+f"(x) : "r"(flag));
+  }
+  if constexpr (kOp == Op::kFselSoftmax) {
+    vector_step<Op::kFsel>(s, i);
+    vector_step<Op::kSoftmax>(s, i);
   }
   if constexpr (kOp == Op::kEx2Ffma1 || kOp == Op::kEx2Ffma2 || kOp == Op::kEx2Ffma4) {
     constexpr int kCount = kOp == Op::kEx2Ffma1 ? 1 : kOp == Op::kEx2Ffma2 ? 2 : 4;
