@@ -49,9 +49,9 @@ SLOTS_PER_WGMMA = 6.5
 FETCH_CYCLES = (165.0, 585.0)
 
 #: Cycles per tile to find its block and set up pointers and descriptors (FP8: and to look up scales), less the waits
-#: for Q and K that are simulated. From the end of a tile to its first wgmma cycle stamps in seven kernels have 567 cycles
-#: and 735 in FP8, instruction fetch and waits included; where tiles are drawn from a counter 800 and 1050, which is
-#: not modelled (validation/DEVIATIONS.md).
+#: for Q and K that are simulated. From the end of a tile to its first wgmma cycle stamps in seven kernels have 567
+#: cycles and 735 in FP8, instruction fetch and waits included; where tiles are drawn from a counter 800 and 1050,
+#: which is not modelled (validation/DEVIATIONS.md).
 SETUP_CYCLES = {"16 bit": 320.0, "fp8": 490.0}
 
 #: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
@@ -81,6 +81,7 @@ class Config:
     two_level: bool
     output: Literal["tma", "threads", "partial"]  # how O leaves; partial: one split's share in FP32
     formats: tuple[str, str]  # of P and O
+    causal: bool
 
     @property
     def element(self) -> int:
@@ -131,7 +132,9 @@ def row_max(c: Role, cfg: Config, masked: bool) -> None:
     The second row's maximum is taken beside the first exponentials.
     """
     if masked:
-        c.vector("mask", {"alu": 2 * cfg.elements}, effects=(Mask("S"),))  # ISETP and FSEL per element
+        # ISETP per FSEL: 0.50 to 0.66 at the end of the keys, 1.1 to 1.5 in what causal kernels execute more (SASS)
+        compare = 1.2 if cfg.causal else 0.55
+        c.vector("mask", {"fsel": cfg.elements, "alu": compare * cfg.elements}, effects=(Mask("S"),))
     rows, chain = (1, CHAIN_EXPOSED * cfg.elements / 2) if cfg.in_registers else (2, 0.0)
     mix = {"fmnmx": cfg.elements / 2 * rows + 4, "shfl": 4}
     c.vector("row max", mix, latency={"shfl": 2, "alu": 2 + chain})

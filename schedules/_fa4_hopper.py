@@ -104,7 +104,9 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     with k.role("producer", warps=1, registers=registers[0]) as r:
         r.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with r.tiles(draws=True):
-            r.delay("tile set-up", SETUP_CYCLES, "issue")  # 107 instructions before the first copy, 120 in FA3
+            r.delay(
+                "tile set-up", SETUP_CYCLES["16 bit"], "issue"
+            )  # 107 instructions before the first copy, 120 in FA3
             r.load(k_ring)
             r.load(q_ring)
             with r.loop("steps"):
@@ -114,8 +116,8 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     with k.role("consumer", warpgroups=warpgroups, registers=registers[1]) as r:
         r.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with r.tiles():
-            r.delay("tile set-up", SETUP_CYCLES, "issue")  # beside the producer's
-            r.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
+            r.delay("tile set-up", SETUP_CYCLES["16 bit"], "issue")  # beside the producer's
+            r.delay("instruction fetch", FETCH_CYCLES[0], "issue")
             r.wait(q_ring)
             r.wait(k_ring)
             qk(r, c)
@@ -157,6 +159,7 @@ def _config(problem: Problem, shape: Shape) -> Config:
         two_level=False,
         output="tma",
         formats=(problem.dtype, problem.dtype),
+        causal=problem.causal,
     )
 
 
@@ -208,7 +211,7 @@ def _store_output(r: Role, c: Config, staged: Barrier, o_tensor: Tensor) -> None
 
     The others only arrive at the second barrier and are done.
     """
-    r.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
+    r.delay("instruction fetch", FETCH_CYCLES[1], "issue")
     r.sync(staged, label="Q read")  # O takes its place
     r.vector("row sum", {"shfl": 4, "fadd": 4, "mufu": 4, "fmul": 4}, latency={"shfl": 2, "fma": 2, "ex2": 2})
     divide = (Normalise("O"), Round("O", "O", c.formats[1]), Store("lse", "O", array="LSE"))

@@ -141,6 +141,7 @@ def fa3(
         two_level,
         output,
         ("e4m3" if fp8 else problem.dtype, "bf16" if fp8 else problem.dtype),
+        problem.causal,
     )
     _check_registers(cfg, arch)
 
