@@ -46,7 +46,7 @@ def test_json_says_the_same(fasim, capsys):
     result = json.loads(captured.out)
     assert result["passed"] and result["findings"] == [] and result["seed"] == 3
     assert [row["output"] for row in result["values"]] == ["O", "LSE"]
-    assert {"kernel": "fa3", "resource": "named barriers", "used": 3, "limit": 16} in result["budgets"]
+    assert {"kernel": "fa3", "resource": "named barriers", "used": 4, "limit": 16} in result["budgets"]
     assert "verdict" in captured.err
 
 
