@@ -6,7 +6,7 @@ Instruction counts are per element, by pipe, from hardware counters of PyTorch 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +121,7 @@ def operand_pass(
     k = Kernel(spec.name, problem, arch, knobs)
     k.tiles = {"line": np.arange(lines, dtype=np.int64)}
     for name, size, _ in spec.reads + spec.writes:
-        k.tensor(name, lines, round(size * elements), "line", layout=layout)
+        k.tensor(name, lines, round(size * elements), "line", layout=replace(layout, share=None))
     _body(k, spec, elements, {name: (name, size * elements) for name, size, _ in spec.reads + spec.writes})
     return k
 
