@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fasim.arch import Arch
 from fasim.effects import Effect, Layout, Load, Matmul, Move, Operand, Region, Round, Smem, Store, Tmem
-from fasim.ops import BarrierUse, Copy, Mix, Wait
+from fasim.ops import BarrierUse, Copy, Mix, Wait, scale_mix
 from fasim.problem import Problem
 from fasim.schedule import Kernel, Ring, Role, Tensor
 
@@ -30,6 +30,16 @@ STEP = 32  # columns of the score matrix in one line of the model's L2
 #: Instructions of the FP32 GEMM (128 x 128 tile, four warps of 64 x 64, cp.async) per thread and depth of 1 beside the
 #: 128 FFMA: counters of sm80_xmma_gemm_f32f32 at a depth of 128 and 1024 keys on an H200 (h200_eager_counters.csv).
 FP32_STEP: Mix = {"ffma": 128.0, "alu": 8.8, "lds": 8.4, "misc": 2.7}
+
+NOTHING: Mix = {}
+
+#: Where a GEMM on Hopper writes the score matrix, a quarter of its tile is converted and stored at a time: the shared
+#: memory of the measured kernels, 213188 bytes, leaves 16 KB beside the four stages.
+QUARTERS = 4
+
+#: Instructions per element of that beside F2FP and STS: counters of the kernel that writes S, less those of its
+#: 2 x 64 of depth, for which the kernel that reads P has 504 a warp.
+EPILOGUE: Mix = {"alu": 0.28, "misc": 1.24}
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,10 @@ def operand_shape(problem: Problem, first: Gemm, second: Gemm, tensor: str) -> t
 def gemm(problem: Problem, arch: Arch, g: Gemm, stages: int, knobs: dict[str, object]) -> Kernel:
     """The kernel of ``g``, with ``stages`` buffers of each operand."""
     k = Kernel(g.name, problem, arch, knobs, cluster=g.cluster)
-    _tiles(k, g)
+    synchronous = arch.sm.tma is None or (g.element == 4 and not g.tf32)
+    hopper = arch.architecture == "hopper" and not synchronous
+    rounds = QUARTERS if hopper and g.c_lines else 1
+    _tiles(k, g, rounds)
     steps = -(-g.depth // g.step)
     a_bytes, b_bytes, c_bytes = (g.element * n for n in (g.tile_m * g.step, g.step * g.tile_n, g.tile_m * g.tile_n))
     a_lines, b_lines = operand_lines(problem, g)
@@ -167,8 +180,7 @@ def gemm(problem: Problem, arch: Arch, g: Gemm, stages: int, knobs: dict[str, ob
         copies = g.tile_m // TILE_M
         a = matrix(k, g.a, "a", g.element, score_layout(problem, tile_m=g.tile_m), beside // copies)
         c = k.tensor(g.c, k.tile_count, c_bytes, "c", 1, operand_layout(problem, g, "c"))
-    synchronous = arch.sm.tma is None or (g.element == 4 and not g.tf32)
-    consumers = 2 if arch.architecture == "hopper" and not synchronous else 1
+    consumers = 2 if hopper else 1
     rings = [
         _ring(k, a, a_bytes, stages, consumers, copies),
         k.ring(b, b_bytes, stages, consumers=consumers, multicast=g.cluster > 1),
@@ -177,12 +189,12 @@ def gemm(problem: Problem, arch: Arch, g: Gemm, stages: int, knobs: dict[str, ob
         _multistage(k, g, rings, c, steps, stages)
         return k
     k.mode, k.max_ctas_per_sm = "static", 1
-    k.smem("C", c_bytes // 2)  # half a tile at a time
+    k.smem("C", c_bytes // (QUARTERS if hopper else 2))  # not the whole tile at a time
     with k.role("producer", warps=1, registers=40) as p, p.tiles(), p.loop(steps):
         for ring, count in zip(rings, (copies, 1), strict=True):
             _load(p, ring, count)
-    if arch.architecture == "hopper":
-        _hopper(k, g, rings, c, steps)
+    if hopper:
+        _hopper(k, g, rings, c, steps, rounds)
     else:
         _blackwell(k, g, rings, c, steps)
     return k
@@ -234,7 +246,7 @@ def _mainloop(role: Role, g: Gemm, rings: list[Ring], shape: tuple[int, int], st
         role.release(ring)
 
 
-def _hopper(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int) -> None:
+def _hopper(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int, rounds: int) -> None:
     """Two warpgroups of half a tile each, as cuBLAS' cooperative kernels; math and epilogue take turns.
 
     wgmma of 64 x 128 with the longer side in the rows: counters have 4.19 M warp instructions and 48 wavefronts of
@@ -243,11 +255,13 @@ def _hopper(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int) -> Non
     barrier = k.barrier("epilogue", 2, named=True)
     with k.role("consumer", warpgroups=2, registers=232) as w, w.tiles():
         _mainloop(w, g, rings, (64, min(g.tile_m, g.tile_n)), steps, "C")
-        w.sync(barrier, label="last C stored")
-        _convert(w, g, g.tile_m // 2 * g.tile_n, k.problem.dtype)
-        w.sync(barrier, label="C complete")
-        with w.only(-1):
-            _store(w, c, g, "tma", Smem("C"))
+        for number in range(rounds):  # values: all of them with the first
+            w.sync(barrier, label="last C stored")
+            elements = g.tile_m * g.tile_n / (2 * rounds)
+            _convert(w, g, elements, k.problem.dtype, extra=EPILOGUE, effective=number == 0)
+            w.sync(barrier, label="C complete")
+            with w.only(-1):
+                _store(w, c, g, "tma", Smem("C"), number)
 
 
 def _blackwell(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int) -> None:
@@ -312,31 +326,43 @@ def _multistage(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int, st
         _store(w, c, g, "threads", "C")
 
 
-def _convert(w: Role, g: Gemm, elements: float, dtype: str, staged: bool = True) -> None:
+def _convert(
+    w: Role,
+    g: Gemm,
+    elements: float,
+    dtype: str,
+    staged: bool = True,
+    extra: Mix = NOTHING,
+    effective: bool = True,
+) -> None:
     """Accumulators to the output's type and into shared memory (512 bytes a warp instruction).
 
-    ``staged``: into a buffer of its own, else into that of the operands, which is not followed.
+    ``staged``: into a buffer of its own, else into that of the operands, which is not followed. ``extra``: further
+    instructions per element. ``effective``: false where values were followed before.
     """
     nbytes = g.element * elements
     effects: tuple[Effect, ...] = (Round("C", "C", dtype),) if g.element == 2 else ()
     effects += (Move("C", Smem("C")),) if staged else ()
     w.vector(
         "C to SMEM",
-        {"f2fp": elements / 256 if g.element == 2 else 0.0, "sts": nbytes / 2048},
+        {"f2fp": elements / 256 if g.element == 2 else 0.0, "sts": nbytes / 2048, **scale_mix(extra, elements / 128)},
         smem_bytes=nbytes,
         latency={"smem": 1},
-        effects=effects,
+        effects=effects if effective else (),
     )
 
 
-def _store(w: Role, c: Tensor, g: Gemm, engine: Literal["tma", "threads"], source: Operand) -> None:
-    with w.loop("c_copies", "store C"):
+def _store(w: Role, c: Tensor, g: Gemm, engine: Literal["tma", "threads"], source: Operand, number: int = 0) -> None:
+    with w.loop(f"c_copies {number}", "store C"):
         w.copy(f"store {g.c}", c, c.line_bytes, "store", engine, effects=(Store(source),))
     w.wait_copies("store", f"wait {g.c} store")
 
 
-def _tiles(k: Kernel, g: Gemm) -> None:
-    """(head, row tiles of a cluster, column tile, row tile), the last fastest, and the first line of each operand."""
+def _tiles(k: Kernel, g: Gemm, rounds: int) -> None:
+    """(head, row tiles of a cluster, column tile, row tile), the last fastest, and the first line of each operand.
+
+    What of C is stored is counted for each of ``rounds``.
+    """
     problem = k.problem
     m_tiles, n_tiles = problem.q_tiles(g.tile_m), -(-g.columns // g.tile_n)
     heads = problem.batch * problem.heads_q
@@ -351,8 +377,9 @@ def _tiles(k: Kernel, g: Gemm) -> None:
     score = first // beside * beside * lines + first % beside
     k.tiles = {"b": (kv_head * n_tiles + n) * steps * g.cluster + rank}
     if g.c_lines:
-        per_tile = g.tile_n // STEP
-        copies = np.minimum(per_tile, lines - n * per_tile)
-        k.tiles |= {"a": row * steps, "c": score + n * per_tile * beside, "c_copies": copies}
+        per_tile, per_round = g.tile_n // STEP, g.tile_n // STEP // rounds
+        k.tiles |= {"a": row * steps, "c": score + n * per_tile * beside}
+        for number in range(rounds):
+            k.tiles[f"c_copies {number}"] = np.clip(lines - n * per_tile - number * per_round, 0, per_round)
     else:
-        k.tiles |= {"a": score, "c": row * n_tiles + n, "c_copies": np.ones_like(row)}
+        k.tiles |= {"a": score, "c": row * n_tiles + n, "c_copies 0": np.ones_like(row)}

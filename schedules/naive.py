@@ -38,6 +38,7 @@ from ._naive_rows import (
     SCALE,
     SECTOR_BYTES,
     STRIDED,
+    TRANSPOSE,
     WHERE,
     Pass,
     Softmax,
@@ -120,7 +121,7 @@ def naive(
     def operand(name: str, mix: Mix, tensor: str, read: Access, write: Access, accesses: int = 1) -> Kernel:
         lines, elements = operand_shape(problem, first, second, tensor)
         rounded = (Round("x", "x", problem.dtype),) if tensor == "O" else ()
-        registers = 18 if mix is STRIDED else 32
+        registers = 18 if mix in (STRIDED, TRANSPOSE) else 32
         spec = Pass(name, mix, ((*read, accesses),), ((*write, 1),), registers, effects=rounded)
         of, operand = {"Q": (first, "a"), "K": (first, "b"), "V": (second, "b"), "O": (second, "c")}[tensor]
         layout = operand_layout(problem, of, operand)
@@ -136,7 +137,7 @@ def naive(
     kernels: list[Kernel] = []
     if framework == "pytorch":
         kernels.append(operand("copy Q", STRIDED, "Q", ("QKV.Q", 2), ("Q", 2)))
-        kernels.append(operand("transpose K", STRIDED, "K", ("QKV.K", 2), ("K", 2), SECTOR_BYTES // 2))
+        kernels.append(operand("transpose K", TRANSPOSE, "K", ("QKV.K", 2), ("K", 2), SECTOR_BYTES // 2))
     if sdpa:  # Q and K are scaled by the root of the softmax scale each
         for name, target in (("Q", "Q32"), ("K", "K32"), ("V", "V")):
             kernels.append(operand(f"cast {name}", CAST_STRIDED, name, (f"{name}16", 2), (target, 4)))

@@ -189,7 +189,7 @@ NAIVE = [
     Mutation(
         "C overwritten while it is stored",
         "_naive_gemm.py",
-        '        w.sync(barrier, label="last C stored")\n',
+        '            w.sync(barrier, label="last C stored")\n',
         "",
         "race",
         "no wait until the store has read it",
@@ -198,7 +198,7 @@ NAIVE = [
     Mutation(
         "C stored before both halves are there",
         "_naive_gemm.py",
-        '        w.sync(barrier, label="C complete")\n',
+        '            w.sync(barrier, label="C complete")\n',
         "",
         "race",
         "reads C that consumer0 'C to SMEM' (",
