@@ -15,6 +15,7 @@ Sources: kernels and instruction counts of PyTorch 2.11 from hardware counters a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
@@ -25,7 +26,7 @@ from fasim.ops import Mix, add_mixes, scale_mix
 from fasim.problem import Problem
 from fasim.schedule import Kernel
 
-from ._naive_gemm import STEP, Gemm, gemm, operand_layout, operand_shape
+from ._naive_gemm import STEP, TILE_M, Gemm, gemm, operand_layout, operand_shape, row_tiles_beside
 from ._naive_rows import (
     ADD_MASK,
     ALL,
@@ -37,6 +38,7 @@ from ._naive_rows import (
     SCALE,
     SECTOR_BYTES,
     STRIDED,
+    TRANSPOSE,
     WHERE,
     Pass,
     Softmax,
@@ -108,12 +110,18 @@ def naive(
     p = "P of rows" if sdpa else "P"
     first = Gemm("QK", "Q", "K", "S", problem.seqlen_k, d, wide, deep, True, element, tf32)
     second = Gemm("PV", p, "V", "O", dv, problem.seqlen_k, min(wide, dv), STEP, False, element, tf32)
+    if arch.architecture == "hopper" and not sdpa:
+        tall = TILE_M * row_tiles_beside(problem) if dv <= 128 else TILE_M
+        first, second = (
+            replace(g, tile_m=rows, cluster=2 - problem.q_tiles(rows) % 2)
+            for g, rows in ((first, TILE_M), (second, tall))
+        )
     depths = (2, 2) if sdpa and not tf32 else (stages, stages) if sdpa else (stages, 2 * stages)
 
     def operand(name: str, mix: Mix, tensor: str, read: Access, write: Access, accesses: int = 1) -> Kernel:
         lines, elements = operand_shape(problem, first, second, tensor)
         rounded = (Round("x", "x", problem.dtype),) if tensor == "O" else ()
-        registers = 18 if mix is STRIDED else 32
+        registers = 18 if mix in (STRIDED, TRANSPOSE) else 32
         spec = Pass(name, mix, ((*read, accesses),), ((*write, 1),), registers, effects=rounded)
         of, operand = {"Q": (first, "a"), "K": (first, "b"), "V": (second, "b"), "O": (second, "c")}[tensor]
         layout = operand_layout(problem, of, operand)
@@ -129,7 +137,7 @@ def naive(
     kernels: list[Kernel] = []
     if framework == "pytorch":
         kernels.append(operand("copy Q", STRIDED, "Q", ("QKV.Q", 2), ("Q", 2)))
-        kernels.append(operand("transpose K", STRIDED, "K", ("QKV.K", 2), ("K", 2), SECTOR_BYTES // 2))
+        kernels.append(operand("transpose K", TRANSPOSE, "K", ("QKV.K", 2), ("K", 2), SECTOR_BYTES // 2))
     if sdpa:  # Q and K are scaled by the root of the softmax scale each
         for name, target in (("Q", "Q32"), ("K", "K32"), ("V", "V")):
             kernels.append(operand(f"cast {name}", CAST_STRIDED, name, (f"{name}16", 2), (target, 4)))

@@ -189,7 +189,7 @@ NAIVE = [
     Mutation(
         "C overwritten while it is stored",
         "_naive_gemm.py",
-        '        w.sync(barrier, label="last C stored")\n',
+        '            w.sync(barrier, label="last C stored")\n',
         "",
         "race",
         "no wait until the store has read it",
@@ -198,7 +198,7 @@ NAIVE = [
     Mutation(
         "C stored before both halves are there",
         "_naive_gemm.py",
-        '        w.sync(barrier, label="C complete")\n',
+        '            w.sync(barrier, label="C complete")\n',
         "",
         "race",
         "reads C that consumer0 'C to SMEM' (",
@@ -233,8 +233,8 @@ NAIVE = [
     Mutation(
         "V of the first keys only",
         "_naive_gemm.py",
-        'b = k.tensor(g.b, b_lines, b_bytes, "b", 1,',
-        'b = k.tensor(g.b, b_lines, b_bytes, "b", 1 if g.c_lines else 0,',
+        'b = k.tensor(g.b, b_lines, b_bytes // g.cluster, "b", g.cluster,',
+        'b = k.tensor(g.b, b_lines, b_bytes // g.cluster, "b", g.cluster if g.c_lines else 0,',
         "data",
         "not the same keys",
     ),
@@ -245,6 +245,7 @@ NAIVE_SHAPES = [
     ("h100", {"seqlen_q": 333, "seqlen_k": 577, "head_dim": 64, "heads_q": 4, "heads_kv": 2}, {}),
     ("b200", {"seqlen_q": 577, "seqlen_k": 333, "causal": True, "heads_q": 1}, {}),  # the first queries see no key
     ("h100", {"seqlen_q": 100, "seqlen_k": 2500, "heads_q": 1, "head_dim": 192}, {}),
+    ("h100", {"seqlen_q": 512, "seqlen_k": 517, "heads_q": 1}, {}),  # clusters of two GEMMs, half a K tile outside
     ("h100", {"causal": True, "heads_q": 1}, {"framework": "pytorch"}),
     ("h100", {"causal": True, "heads_q": 1, "seqlen_q": 300}, {"framework": "sdpa"}),
 ]

@@ -130,7 +130,8 @@ class Operands:
         region = layout.region(line, self.step.tile)
         name = array or layout.array or tensor
         if not (region.rows >= 0).any():
-            return Value(np.zeros((len(region.rows), layout.columns), np.float32), region.rows, region.keys)
+            columns = len(range(*region.columns.indices(layout.columns)))
+            return Value(np.zeros((len(region.rows), columns), np.float32), region.rows, region.keys)
         if name not in self.arrays.data:
             raise Nothing(f"{name} in global memory", "what nobody has written")
         return Value(self.arrays.read(name, region), region.rows, region.keys)
