@@ -339,7 +339,7 @@ def test_a_slow_host_sets_the_time_of_short_kernels():
     knobs = {"framework": "pytorch", "launch_us": 30}
     run, graph = (simulate("naive", problem, arch, knobs=given) for given in (knobs, {"framework": "pytorch"}))
     assert 6 * 30 < run.time_us < 6 * 30 + 10  # six kernels
-    assert graph.time_us < 30
+    assert graph.time_us < 60
     assert run.traffic == graph.traffic
     for role in run.stalls.values():
         assert sum(role.values()) == pytest.approx(100)
