@@ -124,7 +124,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
 
     ``counted`` differs from the time on the FMA and ALU pipes: there every instruction counts once at the pipe's
     basic rate, packed FP32 pairs, integer multiply-adds and slow conversions too. Only so do the FMA and ALU
-    percentages of FA4's counters close (Dao-AILab/flash-attention issue 2701).
+    percentages of FA4's counters close (Dao-AILab/flash-attention issue 2701). The times are those of the busiest
+    sub-core.
 
     ``mma_sync``: the kernel has synchronous tensor instructions. FMA, ALU and MUFU instructions stop
     those of any warp on the sub-core, so all of them share the operand port with the MMAs.
@@ -188,6 +189,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     for pipe in (P_ISSUE, P_SMEM, P_TMEM, P_TENSOR):
         counted[pipe] = alone[pipe]
     counted[P_PORT] = beside[P_PORT]
+    if width < 1.0:  # percentages are of all sub-cores, of which fewer warps use only some
+        counted[[P_ISSUE, P_FMA, P_ALU, P_MUFU, P_LSU, P_PORT]] *= width
     latency = sum(result_latency(arch, kind) * count for kind, count in op.latency.items())
     slower = latency
     if inter is not None and "shfl" in op.latency:
