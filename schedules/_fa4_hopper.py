@@ -110,7 +110,7 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
             r.load(k_ring)
             r.load(q_ring)
             with r.loop("steps"):
-                issue_loads(r, 2)
+                issue_loads(r)
                 r.load(k_ring)
                 r.load(v_ring)
             r.load(v_ring)

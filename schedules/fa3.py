@@ -198,7 +198,7 @@ def fa3(
             p.wait_barrier(o_free, reason="empty", ahead=1)
             for trips in ("masked", "full"):
                 with p.loop(trips):
-                    issue_loads(p, 2)
+                    issue_loads(p)
                     if fp8:
                         p.load(v_loads)
                     p.load(k_ring)
