@@ -1,9 +1,9 @@
-"""Make the figures and tables of README and docs: ``python docs/make.py`` (about eight minutes).
+"""Make the figures and tables of README and docs: ``python docs/make.py`` (about twelve minutes).
 
 Writes docs/img/*.png, docs/story.md and docs/accuracy.md, and replaces what stands between the marks
-``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md, ``<!-- fit -->`` in docs/calibrate.md and
-``<!-- numbers -->`` in docs/schedules/fa3.md.
-Nothing in there is typed by hand.
+``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md and ``<!-- fit -->`` in docs/calibrate.md.
+Nothing in there is typed by hand. Part ``numbers`` fills the tables of docs/schedules/*.md and validation/DEVIATIONS.md
+whose headings name a command (docs/tables.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from statistics import fmean
 
 from limits import limits
 from story import story
+from tables import numbers
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
@@ -50,39 +51,6 @@ def pictures() -> None:
     plot_timeline(runs, ROOT / "docs" / "img" / "pingpong.png")
     run = simulate("triton", problem, load_arch("h200"), trace=TraceSpec(sms=(0,), cycles=(0, 40_000)))
     plot_timeline([("triton on h200", run)], ROOT / "docs" / "img" / "triton.png")
-
-
-#: Rows of the table in docs/schedules/fa3.md: options of the command, and the same as arguments.
-FA3_ROWS: tuple[tuple[str, dict[str, object], dict[str, object], tuple[str, ...]], ...] = (
-    ("", {}, {}, ()),
-    ("--knob pingpong=off", {}, {"pingpong": "off"}, ()),
-    ("--knob overlap=off", {}, {"overlap": "off"}, ()),
-    ("--knob overlap=off --knob pingpong=off", {}, {"overlap": "off", "pingpong": "off"}, ()),
-    ("--head-dim 64 --heads 32", {"head_dim": 64, "heads_q": 32}, {}, ()),
-    ("--head-dim 256 --heads 8", {"head_dim": 256, "heads_q": 8}, {}, ()),
-    ("--causal --seqlen 16384 --batch 1", {"causal": True, "seqlen_q": 16384, "batch": 1}, {}, ()),
-    ("--dtype fp8", {"dtype": "fp8"}, {}, ()),
-    ("--dtype fp8 --knob two_level=on", {"dtype": "fp8"}, {"two_level": "on"}, ()),
-    ("--set sm.mufu.ops_per_cycle=32", {}, {}, ("sm.mufu.ops_per_cycle=32",)),
-)
-
-
-def numbers() -> None:
-    """The table of docs/schedules/fa3.md."""
-    lines = ["| options | cycles | TFLOP/s | % of peak | limit, steady state |", "|---|---|---|---|---|"]
-    for options, shape, knobs, overrides in FA3_ROWS:
-        problem = Problem(**{"batch": 4, "seqlen_q": 4096, "heads_q": 16, "head_dim": 128, **shape})  # type: ignore[arg-type]
-        run = simulate("fa3", problem, load_arch("h100", overrides), knobs=knobs)
-        steady = run.utilisation_steady or run.utilisation
-        limit = run.bottleneck if run.bottleneck == "latency" else f"{run.bottleneck}, {steady[run.bottleneck]:.0f} %"
-        cells = (
-            f"`{options}`" if options else "",
-            f"{run.cycles:,.0f}",
-            f"{run.tflops:.0f}",
-            f"{run.peak_percent:.0f}",
-        )
-        lines.append(f"| {' | '.join((*cells, limit))} |")
-    insert(ROOT / "docs" / "schedules" / "fa3.md", "numbers", "\n".join(lines))
 
 
 def percent(value: float) -> str:

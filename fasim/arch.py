@@ -27,7 +27,6 @@ _PACKAGE = Path(__file__).parent
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
-    "bool_type": "true or false",
     "string_type": "a string",
     "model_type": "a table",
     "dict_type": "a table",

@@ -128,8 +128,6 @@ class Alu(_Table):
     """Instruction lanes of F2FP, which packs two FP32 values into one 16-bit pair."""
     convert_fp8_ops_per_cycle: PositiveFloat | None = None
     """The same for a pair of FP8 values; absent where the chip has no FP8."""
-    max3: bool
-    """A three-input maximum (FMNMX3) exists."""
 
 
 class Mufu(_Table):
@@ -268,8 +266,6 @@ class CpAsync(_Table):
 class Sync(_Table):
     """Barriers."""
 
-    mbarrier_arrive_cycles: NonNegativeFloat
-    """Issue cost to the arriving warp."""
     mbarrier_wake_cycles: NonNegativeFloat
     """Last arrival to the waiting warp running again."""
     mbarrier_try_cycles: NonNegativeFloat
@@ -279,7 +275,6 @@ class Sync(_Table):
     named_barrier_cycles: NonNegativeFloat
     syncthreads_base_cycles: NonNegativeFloat
     syncthreads_per_warp_cycles: NonNegativeFloat
-    cluster_barrier_cycles: NonNegativeFloat | None = None
 
 
 class Tmem(_Table):

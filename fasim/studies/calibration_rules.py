@@ -353,7 +353,6 @@ RULES = (
     Rule("sm.tma.store_bytes_per_cycle", "tma", lambda r: _inverse(_store_line(r)[1])),
     Rule("sm.tma.store_latency_cycles", "tma", lambda r: _store_line(r)[0]),
     # barriers
-    Rule("sm.sync.mbarrier_arrive_cycles", "sync", partial(_barrier, "mbarrier", what="arrive")),
     Rule(
         "sm.sync.mbarrier_wake_cycles",
         "sync",
@@ -363,7 +362,6 @@ RULES = (
     Rule("sm.sync.named_barrier_cycles", "sync", partial(_barrier, "named_barrier", what="turn", threads=128)),
     Rule("sm.sync.syncthreads_base_cycles", "sync", lambda r: _syncthreads(r)[0]),
     Rule("sm.sync.syncthreads_per_warp_cycles", "sync", lambda r: _syncthreads(r)[1]),
-    Rule("sm.sync.cluster_barrier_cycles", "sync", partial(_barrier, "cluster", what="barrier"), 20),
     # memory system
     Rule("l2.bytes_per_cycle", "memory", _l2_rate, 50, of_the_chip=True),
     Rule("l2.latency_cycles", "memory", _l2_latency, of_the_chip=True),
