@@ -37,7 +37,8 @@ fasim {fasim.__version__}, Python {platform.python_version()}, Numba {numba.__ve
 ({{cpus}} CPUs, load average {{load}} at the start). FA3 forward, BF16, head dimension 128, on the H200 model (132 SMs).
 Seconds are CPU seconds, user and system: wall-clock seconds of one thread on an idle machine. Except for the first
 command, `validate` and the reference engine, which are measured once, they are the fastest of three or five
-measurements with pauses of {PAUSE_SECONDS:.0f} s: a machine that lowers its clock under sustained load takes up to twice as long.
+measurements with pauses of {PAUSE_SECONDS:.0f} s: a machine that lowers its clock under sustained load takes up to
+twice as long.
 """
 
 
