@@ -7,6 +7,9 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+#: Before every measurement: under sustained load machines lower their clock.
+PAUSE_SECONDS = 3.0
+
 
 class Case(NamedTuple):
     """A problem for FA3 and what its simulation may cost."""
@@ -19,8 +22,8 @@ class Case(NamedTuple):
     trace_sms: tuple[int, ...] = ()
 
     def measure(self, repeats: int = 5) -> Cost:
-        """Simulate in a fresh process, after loading the engine; the fastest of ``repeats``."""
-        order = [self.shape, self.engine, self.overrides, self.trace_sms, repeats]
+        """Simulate in a fresh process, after loading the engine; the fastest of ``repeats``, with pauses."""
+        order = [self.shape, self.engine, self.overrides, self.trace_sms, repeats, PAUSE_SECONDS]
         done = subprocess.run(
             [sys.executable, "-c", _MEASURE, json.dumps(order)],
             stdout=subprocess.PIPE,
@@ -51,12 +54,13 @@ from fasim.library import load_schedule
 from fasim.problem import Problem
 from fasim.simulate import TraceSpec, simulate
 
-shape, engine, overrides, sms, repeats = json.loads(sys.argv[1])
+shape, engine, overrides, sms, repeats, pause = json.loads(sys.argv[1])
 arch, schedule, problem = load_arch("h200", overrides), load_schedule("fa3"), Problem(**shape)
 prepare()
 trace = TraceSpec(sms=tuple(sms)) if sms else None
 times = []
 for _ in range(repeats):
+    time.sleep(pause)
     start = time.process_time()
     run = simulate(schedule, problem, arch, engine=engine, trace=trace)
     times.append(time.process_time() - start)

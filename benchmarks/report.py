@@ -1,7 +1,8 @@
 """Measure speed and memory and write docs/performance.md: ``python benchmarks/report.py`` (five minutes).
 
-Times are CPU seconds, user and system, and the fastest of some repetitions: with one thread on an idle
-machine that is wall-clock time. Other load still slows a CPU down through shared caches and power.
+Times are CPU seconds, user and system, and the fastest of some short measurements with pauses between them: with one
+thread on an idle machine that is wall-clock time. Other load, or a machine that lowers its clock under sustained load,
+still makes them longer: the longest ones most, which are measured least often.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import numba
-from cases import BOTH, CASES, TWICE
+from cases import BOTH, CASES, PAUSE_SECONDS, TWICE
 
 import fasim
 
@@ -33,7 +35,10 @@ Made by `python benchmarks/report.py`; nothing here is typed by hand.
 
 fasim {fasim.__version__}, Python {platform.python_version()}, Numba {numba.__version__}, one thread of {{processor}}
 ({{cpus}} CPUs, load average {{load}} at the start). FA3 forward, BF16, head dimension 128, on the H200 model (132 SMs).
-Seconds are CPU seconds, user and system: wall-clock seconds of one thread on an idle machine.
+Seconds are CPU seconds, user and system: wall-clock seconds of one thread on an idle machine. Except for the first
+command, `validate` and the reference engine, which are measured once, they are the fastest of three or five
+measurements with pauses of {PAUSE_SECONDS:.0f} s: a machine that lowers its clock under sustained load takes up to
+twice as long.
 """
 
 
@@ -57,6 +62,7 @@ def command(*arguments: str, cache: str | None = None) -> float:
     if cache is not None:
         environment.pop("NUMBA_CACHE_DIR", None)
         environment["XDG_CACHE_HOME"] = cache
+    time.sleep(PAUSE_SECONDS)
     start = spent()
     subprocess.run(
         [sys.executable, "-m", "fasim", *arguments],
