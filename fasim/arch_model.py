@@ -231,12 +231,11 @@ class Interference(_Table):
 class MmaSyncInterference(_Table):
     """Cycles an mma.sync stream is stopped per vector warp instruction on the same sub-core, by pipe."""
 
-    mma_cycles: PositiveFloat | None = None
-    """Interval of m16n8k16 where other instructions come between (ldmatrix, vector work) and warps do not fill each
-    other's gaps; absent: that of an unbroken stream."""
     fma_mma_cycles: NonNegativeFloat
     alu_mma_cycles: NonNegativeFloat
     mufu_mma_cycles: NonNegativeFloat
+    ldsm_mma_cycles: NonNegativeFloat
+    """By a ldmatrix of four registers."""
 
 
 class Tma(_Table):

@@ -45,8 +45,6 @@ _DELAY_FIELD = {
     "alu": "alu_delay_cycles",
     "fsel": "alu_delay_cycles",
 }
-#: FLOP of one mma.sync m16n8k16.
-MMA_SYNC_FLOPS = 2 * 16 * 8 * 16
 _PIPE_INDEX = {"issue": P_ISSUE, "fma": P_FMA, "alu": P_ALU, "mufu": P_MUFU, "lsu": P_LSU}
 
 
@@ -90,6 +88,7 @@ def interval(arch: Arch, instruction: str) -> float:
         "mufu": sm.mufu.other_ops_per_cycle,
         "shfl": sm.lsu.shuffle_ops_per_cycle,
         "lds": sm.lsu.shuffle_ops_per_cycle,
+        "ldsm": sm.lsu.shuffle_ops_per_cycle,
         "sts": sm.lsu.shuffle_ops_per_cycle,
         "ldg": sm.lsu.shuffle_ops_per_cycle,
         "stg": sm.lsu.shuffle_ops_per_cycle,
@@ -127,7 +126,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     percentages of FA4's counters close (Dao-AILab/flash-attention issue 2701). The times are those of the busiest
     sub-core.
 
-    ``mma_sync``: the kernel has synchronous tensor instructions. FMA, ALU and MUFU instructions stop
+    ``mma_sync``: the kernel has synchronous tensor instructions. FMA, ALU and MUFU instructions and ldmatrix stop
     those of any warp on the sub-core, so all of them share the operand port with the MMAs.
     """
     sm = arch.sm
@@ -169,16 +168,16 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
             if name in _DELAY_FIELD:
                 delay += n * getattr(inter, _DELAY_FIELD[name])
         beside[pipe] += n * slowed
-        if (mma_sync or op.mma_sync_flops) and pipe in (P_FMA, P_ALU, P_MUFU):
-            stop = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}[pipe]
+        if mma_sync or op.mma_sync_flops:
+            by_pipe = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}
+            stop = sync.ldsm_mma_cycles if name == "ldsm" else by_pipe.get(pipe, 0.0)
             alone[P_PORT] += n * stop
             beside[P_PORT] += n * stop
     if op.mma_sync_flops:
         mma = op.mma_sync_flops / sm.tensor.mma_sync_flops_per_cycle
-        held = max(mma, op.mma_sync_flops / (MMA_SYNC_FLOPS * sm.sub_cores) * (sync.mma_cycles or 0.0))
         for state in (alone, beside):
             state[P_TENSOR] += mma
-            state[P_PORT] += held
+            state[P_PORT] += mma
     alone[P_SMEM] = op.smem_bytes / sm.smem.bytes_per_cycle
     beside[P_SMEM] = alone[P_SMEM] / (1.0 - mma_share)
     if op.tmem_load_bytes or op.tmem_store_bytes:

@@ -29,7 +29,8 @@ INSTRUCTION_PIPE: dict[str, str] = {
     "ex2": "mufu",
     "mufu": "mufu",  # rcp, lg2, rsq
     "shfl": "lsu",
-    "lds": "lsu",  # ld.shared, ldmatrix (bytes given apart)
+    "lds": "lsu",  # ld.shared (bytes given apart)
+    "ldsm": "lsu",  # ldmatrix of four registers (bytes given apart)
     "sts": "lsu",  # st.shared, stmatrix
     "ldg": "lsu",  # global load, cp.async
     "stg": "lsu",

@@ -306,7 +306,7 @@ def _multistage(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int, st
         ldsm = (64 + g.tile_n / 2) * g.step * 2 / 512
         role.vector(
             g.name,
-            {"lds": ldsm, "misc": elements * g.step / (16 * 8 * 16 * 4) + 8},
+            {"ldsm": ldsm, "misc": elements * g.step / (16 * 8 * 16 * 4) + 8},
             smem_bytes=4 * 512 * ldsm + fills,
             mma_sync_flops=2.0 * elements * g.step,
             effects=_product(g, "C"),

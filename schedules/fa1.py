@@ -210,7 +210,7 @@ def _step(w: Role, cfg: Config, arch: Arch, first: bool, final: bool, more: bool
     begin = (Clear("m"), Clear("l"), Clear("O")) if first else (Move("its lse", "old lse"), Resume("old lse"))
     w.vector(
         "QK",
-        {"lds": d / 16, "misc": hmma},
+        {"ldsm": d / 16, "misc": hmma},
         smem_bytes=2.0 * ROWS * d * WARPS,  # every warp reads all of Q
         mma_sync_flops=cfg.flops,
         latency={"smem": 1, "mma_sync": 1},

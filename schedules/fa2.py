@@ -2,7 +2,8 @@
 
 Source: Dao-AILab/flash-attention, csrc/flash_attn/src/flash_fwd_{launch_template,kernel}.h, kernel_traits.h,
 softmax.h, mask.h at commit 0251105a2fb1 (2026-08-15); instruction counts of the reference build from its SASS
-(nvcc 13.0, sm_80), of PyTorch's build from the executed opcodes in validation/data/h200_opcodes.csv.
+(nvcc 13.0, sm_80), of PyTorch's build from the executed opcodes in validation/data/h200_opcodes.csv and
+h200_fa2_loop.csv.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fasim.effects import (
 )
 from fasim.errors import ConfigError
 from fasim.library import schedule
-from fasim.ops import add_mixes
+from fasim.ops import Mix, add_mixes
 from fasim.problem import Problem
 from fasim.schedule import Kernel, Role, Tensor
 
@@ -54,6 +55,12 @@ KIB = 1024
 #: d64, 1250 at d256 causal, for two or three such pieces each.
 FETCH_CYCLES = 750.0
 
+#: Addresses and parameters before and after the iterations, instructions per thread: means of PyTorch's build at d64,
+#: d128 and d256 (h200_fa2_loop.csv: 227 to 354, 128 to 162, 109 to 250).
+ADDRESSES: Mix = {"alu": 300, "imad": 150, "misc": 155}
+#: The same of an iteration: IMAD (12, 9, 6), and LDS of parameters, uniform datapath, barriers, branches (18, 15, 29).
+IMAD, OTHER = 9.0, 20.0
+
 
 @dataclass(frozen=True)
 class Build:
@@ -67,12 +74,19 @@ class Build:
     row_select: float
     moves: dict[int, float]
     spills: dict[int, float]  # LDL and STL
+    integer: dict[int, float]  # IADD3, LEA, ISETP ... of an iteration: addresses of its two copies
 
 
 BUILDS = {
-    "reference": Build(1.0, 0.0, 1.0, 0.0, 2.0, 0.0, {32: 4, 64: 17, 96: 4, 128: 61, 192: 2, 256: 2}, {64: 78, 128: 9}),
-    "pytorch": Build(0.0, 3.0, 2.0, 1.0, 4.0, 1.0, {32: 4, 64: 25, 96: 4, 128: 69, 192: 2, 256: 2}, {64: 32, 128: 28}),
-}
+    "reference": Build(
+        1.0, 0.0, 1.0, 0.0, 2.0, 0.0, {32: 4, 64: 17, 96: 4, 128: 61, 192: 2, 256: 2}, {64: 78, 128: 9},
+        {32: 22, 64: 35, 96: 22, 128: 31, 192: 16, 256: 11},
+    ),
+    "pytorch": Build(
+        0.0, 3.0, 2.0, 1.0, 4.0, 1.0, {32: 4, 64: 25, 96: 4, 128: 67, 192: 2, 256: 2}, {64: 32, 128: 28},
+        {32: 25, 64: 41, 96: 25, 128: 25, 192: 21, 256: 21},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,8 +158,9 @@ def fa2(
 
     with k.role("warps", warps=warps, registers=registers) as w, w.tiles():
         w.delay("instruction fetch", FETCH_CYCLES, "issue")
-        _load(w, cfg, q)
-        _load(w, cfg, keys)
+        w.vector("addresses", ADDRESSES)
+        for tensor in q, keys:
+            w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads", effects=_into(tensor))
         for trips, masked, more in (
             ("masked", True, True),
             ("full", False, True),
@@ -183,7 +198,7 @@ def _iteration(w: Role, cfg: Config, arch: Arch, keys: Tensor | None, values: Te
     exp = {"ffma": b.ffma * e, "fmul": b.fmul * e, "fadd": b.fadd * e, "alu": b.compare * e, "ex2": e, "f2fp": e / 2}
     spill = b.spills.get(cfg.d, 0.0)
     p = Probabilities("S"), RowSum("S"), Round("S", "P", cfg.dtype)
-    w.vector("exp, sum, P", add_mixes(exp, {"misc": b.moves[cfg.d], "lds": spill}), latency={"ex2": 1}, effects=p)
+    w.vector("exp, sum, P", add_mixes(exp, {"alu": b.moves[cfg.d], "lds": spill}), latency={"ex2": 1}, effects=p)
     fill, product = keys.line_bytes if keys else 0.0, Matmul("O", "P", Smem("V"), add=True)
     _gemm(w, cfg, "PV", cfg.n * cfg.d / 256, cfg.d, {"smem": 1}, fill, product)
 
@@ -195,7 +210,7 @@ def _gemm(
     hmma = cfg.m * cfg.n * d / (16 * 8 * 16 * cfg.warps)
     w.vector(
         label,
-        {"lds": ldsm, "misc": hmma},
+        {"ldsm": ldsm, "misc": hmma},
         smem_bytes=512 * ldsm * cfg.warps + fill,
         mma_sync_flops=2.0 * cfg.m * cfg.n * d,
         latency=latency,
@@ -204,7 +219,14 @@ def _gemm(
 
 
 def _load(w: Role, cfg: Config, tensor: Tensor) -> None:
-    w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads", effects=(Load(Smem(tensor.name)),))
+    """Half of an iteration's addresses, then the next block of K or V by cp.async."""
+    copies = tensor.line_bytes / (16 * 32 * cfg.warps)
+    w.vector("addresses", {"alu": cfg.build.integer[cfg.d] / 2, "imad": IMAD / 2, "misc": copies + OTHER / 2})
+    w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads", effects=_into(tensor))
+
+
+def _into(tensor: Tensor) -> tuple[Effect, ...]:
+    return (Load(Smem(tensor.name)),)
 
 
 def _syncthreads(w: Role, cfg: Config, arch: Arch) -> None:

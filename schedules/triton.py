@@ -275,7 +275,7 @@ def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: fl
     nbytes = cfg.element * (c.warps * shared + own)
     c.vector(
         label,
-        {"lds": nbytes / 512 / c.warps, "misc": flops / 4096 / c.warps},
+        {"ldsm": nbytes / 512 / c.warps, "misc": flops / 4096 / c.warps},
         smem_bytes=nbytes,
         mma_sync_flops=flops,
         latency={"smem": 1, "mma_sync": 1},

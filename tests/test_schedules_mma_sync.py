@@ -105,7 +105,11 @@ def test_fa2_pytorch_build_has_the_executed_opcodes(head_dim: int):
         executed[row["opcode"].split(".")[0]] += float(row["warp_instructions"]) / scores / 4  # type: ignore[assignment]
     for ours, opcode in dict(hmma="HMMA", ex2="MUFU", fmul="FMUL", fadd="FADD", ffma="FFMA", fmnmx="FMNMX").items():
         assert mix[ours] == pytest.approx(executed[opcode], rel=0.03, abs=1), opcode  # the epilogue is in the data
-    assert mix["alu"] == pytest.approx(executed["FSETP"] + executed["FSEL"], rel=0.03)
+    profile = {r["opcode"]: int(r["loop_instructions"]) for r in rows_of("h200_fa2_loop.csv", head_dim=str(head_dim))}
+    alu = "FSETP", "FSEL", "MOV", "IADD3", "LEA", "SHF", "ISETP", "VIADD"
+    assert mix["alu"] == sum(profile.get(opcode, 0) for opcode in alu)
+    assert mix["ldsm"] == profile["LDSM"]
+    assert mix["imad"] == pytest.approx(profile["IMAD"], abs=3)
 
 
 def test_fa2_loads_v_behind_qk_and_the_next_k_behind_softmax():
@@ -142,16 +146,34 @@ def test_softmax_stops_mma_sync_of_other_warps():
         assert (min(demand) > 0) is on_port, name
 
 
-def test_mma_interval_beside_softmax_follows_from_the_corun_data():
-    sync = load_arch("h100").sm.mma_sync_interference
-    stops = 1.5 * sync.alu_mma_cycles + 2 * sync.fma_mma_cycles + sync.mufu_mma_cycles
-    left = []
-    for row in rows_of("h200_corun_hmma.csv", vec="softmax_mix"):
-        cycles = float(row["cycles_per_hmma_per_subcore"])
-        if cycles:
-            left.append(cycles - float(row["vec_lanes_per_clk_per_sm"]) / 128 * cycles * stops)
-    assert len(left) == 4
-    assert sync.mma_cycles == pytest.approx(np.mean(left), abs=0.1)
+def test_operand_port_explains_the_inner_part_of_fa2():
+    """MMAs and softmax in turn by two warps a sub-core, with and without parts: the sum of what holds the port."""
+    sm = load_arch("h100").sm
+    sync = sm.mma_sync_interference
+    hmma = 4 * 4096 / sm.tensor.mma_sync_flops_per_cycle
+    stops = {"fma": sync.fma_mma_cycles, "alu": sync.alu_mma_cycles, "mufu": sync.mufu_mma_cycles}
+    stops |= {"hmma": hmma, "ldsm": sync.ldsm_mma_cycles}
+    rows = rows_of("h200_fa2_core.csv", warps_per_subcore="2")
+    assert len(rows) == 14
+    for row in rows:
+        port = 2 * sum(float(row[name]) * cycles for name, cycles in stops.items())
+        assert port == pytest.approx(float(row["cycles"]), rel=0.055), row
+
+
+def test_ldmatrix_stops_mma_sync_as_measured():
+    measured = []
+    for head_dim in "64", "128":
+        plain, loads = (
+            {
+                k: float(v)
+                for k, v in rows_of("h200_fa2_core.csv", head_dim=head_dim, parts=p, warps_per_subcore="2")[0].items()
+            }
+            for p in ("1", "17")
+        )
+        alu = load_arch("h100").sm.mma_sync_interference.alu_mma_cycles
+        hmma = (plain["cycles"] / 2 - alu * plain["alu"]) / plain["hmma"]
+        measured.append((loads["cycles"] / 2 - alu * loads["alu"] - hmma * loads["hmma"]) / loads["ldsm"])
+    assert load_arch("h100").sm.mma_sync_interference.ldsm_mma_cycles == pytest.approx(np.mean(measured), abs=0.05)
 
 
 @pytest.mark.parametrize("head_dim", ["64", "128", "256"])

@@ -30,11 +30,7 @@ _RESOURCES: dict[str, Resource] = {
     "tensor": Resource(
         "tensor cores",
         ("sm.tensor.flops_per_cycle", "sm.tensor.mma_sync_flops_per_cycle"),
-        (
-            "sm.tensor.async_mma.overhead_cycles",
-            "sm.tensor.async_mma.issue_interval_cycles",
-            "sm.mma_sync_interference.mma_cycles",
-        ),
+        ("sm.tensor.async_mma.overhead_cycles", "sm.tensor.async_mma.issue_interval_cycles"),
     ),
     "mufu": Resource(
         "exponentials",
