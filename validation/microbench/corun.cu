@@ -214,19 +214,22 @@ void measure_alone() {
 int main() {
   warm_up();
   prepare_idle();
+  const std::initializer_list<std::pair<const char*, const char*>> columns = {
+      {"n", ""},
+      {"operand", ""},
+      {"mma_groups", ""},
+      {"vector", ""},
+      {"vector_groups", ""},
+      {"mma_cycles_per_instr", "cycles"},
+      {"mma_ideal", "cycles"},
+      {"vector_lanes_per_cycle", "lanes/cycle/SM"},
+      {"mma_delay_per_vector_instr", "cycles"},
+  };
   table("corun",
         "wgmma m64nNk16 beside endless vector streams: cycles per wgmma of the SM, vector lanes (softmax_mix: "
         "elements) per "
         "cycle and SM, cycles of tensor-core time lost per vector instruction of a warp",
-        {{"n", ""},
-         {"operand", ""},
-         {"mma_groups", ""},
-         {"vector", ""},
-         {"vector_groups", ""},
-         {"mma_cycles_per_instr", "cycles"},
-         {"mma_ideal", "cycles"},
-         {"vector_lanes_per_cycle", "lanes/cycle/SM"},
-         {"mma_delay_per_vector_instr", "cycles"}});
+        columns);
   table("corun_duty",
         "the same with bursts of 64 vector instructions and idle_hops dependent constant loads between them; "
         "duty_alone is "
@@ -255,25 +258,9 @@ int main() {
          {"vector_lanes_per_cycle", "lanes/cycle/SM"},
          {"mma_delay_per_vector_instr", "cycles"}});
   table("corun_fp8", "table corun with FP8 operands (m64nNk32); 2f2fp8 counts two conversions as one",
-        {{"n", ""},
-         {"operand", ""},
-         {"mma_groups", ""},
-         {"vector", ""},
-         {"vector_groups", ""},
-         {"mma_cycles_per_instr", "cycles"},
-         {"mma_ideal", "cycles"},
-         {"vector_lanes_per_cycle", "lanes/cycle/SM"},
-         {"mma_delay_per_vector_instr", "cycles"}});
+        columns);
   table("corun_mask", "table corun with an FSEL of one register operand, alone and before each element of softmax_mix",
-        {{"n", ""},
-         {"operand", ""},
-         {"mma_groups", ""},
-         {"vector", ""},
-         {"vector_groups", ""},
-         {"mma_cycles_per_instr", "cycles"},
-         {"mma_ideal", "cycles"},
-         {"vector_lanes_per_cycle", "lanes/cycle/SM"},
-         {"mma_delay_per_vector_instr", "cycles"}});
+        columns);
   table("corun_mma_duty",
         "one warpgroup issues bursts of wgmma, waits for them and idles; vector streams without pause beside it",
         {{"n", ""},
