@@ -202,18 +202,26 @@ class Interference(_Table):
     ffma_port_cycles: NonNegativeFloat
     """Three-operand instructions of the FMA pipe."""
     fmul_port_cycles: NonNegativeFloat
-    """Two-operand ones: FMUL, FADD."""
+    """FMUL, which takes one register and a reused one."""
+    fadd_port_cycles: NonNegativeFloat
+    """FADD of a row sum, two registers."""
+    ex2_wait_cycles: NonNegativeFloat
+    """Time for which an ALU, FMUL or FADD instruction that keeps the port busy holds up the EX2 of another warp."""
+    ex2_wait_ffma_cycles: NonNegativeFloat
+    """The same for three-operand instructions."""
     shuffle_cycles: PositiveFloat
     shuffle_latency_cycles: PositiveFloat
     """Of a dependent shuffle; the MMA has priority at the shared-memory port."""
-    stall_cycles: NonNegativeFloat
-    """As ``issue.stall_cycles``, beside a running MMA."""
     ffma_delay_cycles: NonNegativeFloat
     """Delay of the running MMA per three-operand FMA-pipe warp instruction, where none is absorbed."""
     fmul_delay_cycles: NonNegativeFloat
-    """The same for two operands: FMUL, FADD."""
+    """The same for FMUL in a run."""
+    fadd_delay_cycles: NonNegativeFloat
+    """The same for FADD of a row sum."""
     alu_delay_cycles: NonNegativeFloat
     """The same for the ALU pipe."""
+    fmul_stop_cycles: NonNegativeFloat
+    """Delay of the running MMA, of any width, per FMUL that goes out between exponentials."""
     mma_n: Annotated[tuple[PositiveInt, ...], Field(strict=False)]
     """Widths n of a wgmma m64nNk16 at which the next is given; linear in between, constant outside."""
     absorbed_per_cycle: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]

@@ -38,7 +38,7 @@ _DELAY_FIELD = {
     "ffma": "ffma_delay_cycles",
     "imad": "ffma_delay_cycles",
     "fmul": "fmul_delay_cycles",
-    "fadd": "fmul_delay_cycles",
+    "fadd": "fadd_delay_cycles",
     "fmnmx": "alu_delay_cycles",
     "f2fp": "alu_delay_cycles",
     "f2fp8": "alu_delay_cycles",
@@ -61,6 +61,7 @@ class VectorDemand:
     beside: IntArray  # (len(PIPES),)
     counted: IntArray  # (len(PIPES),) busy time as hardware counters show it
     mma_delay: int  # by which it delays an MMA that absorbs nothing
+    mma_stop: int  # by which it delays every MMA
     stall: tuple[int, int]  # lost to result latencies inside, without and with an MMA beside it
     latency: tuple[int, int]  # exposed at the end, without and with an MMA beside it
 
@@ -138,7 +139,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     inter = sm.interference
     sync = sm.mma_sync_interference
     slot = interval(arch, "misc")
-    delay = stalled = 0.0
+    delay = stalled = kept = 0.0
     for name, count in op.mix.items():
         if name not in INSTRUCTION_PIPE:
             raise ConfigError(f"operation '{op.label}': unknown instruction class '{name}'")
@@ -161,12 +162,15 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
                 slowed = max(ii, inter.mufu_cycles * ii / interval(arch, "ex2"))
                 beside[P_PORT] += n * inter.mufu_port_cycles
             elif pipe == P_FMA:
-                two_operands = name in ("fmul", "fadd")
-                beside[P_PORT] += n * (inter.fmul_port_cycles if two_operands else inter.ffma_port_cycles)
+                port = {"fmul": inter.fmul_port_cycles, "fadd": inter.fadd_port_cycles}
+                beside[P_PORT] += n * port.get(name, inter.ffma_port_cycles)
             elif name == "shfl":
                 slowed = max(ii, inter.shuffle_cycles)
             if name in _DELAY_FIELD:
-                delay += n * getattr(inter, _DELAY_FIELD[name])
+                delay += n * getattr(inter, _DELAY_FIELD[name]) * (name != "fmul" or not op.mix.get("ex2"))
+                kept += n * (
+                    inter.ex2_wait_ffma_cycles if pipe == P_FMA and name not in port else inter.ex2_wait_cycles
+                )
         beside[pipe] += n * slowed
         if mma_sync or op.mma_sync_flops:
             by_pipe = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}
@@ -180,6 +184,12 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
             state[P_PORT] += mma
     alone[P_SMEM] = op.smem_bytes / sm.smem.bytes_per_cycle
     beside[P_SMEM] = alone[P_SMEM] / (1.0 - mma_share)
+    stop = 0.0
+    if inter is not None:
+        # Where the port sets the pace, its instructions keep the EX2 of other warps waiting.
+        beside[P_MUFU] = max(beside[P_MUFU], min(beside[P_PORT], beside[P_MUFU] + kept))
+        # FMUL go out several at once after an EX2; a run of them is paced by the port and delays nothing.
+        stop = inter.fmul_stop_cycles * op.mix.get("fmul", 0.0) * per_core if op.mix.get("ex2") else 0.0
     if op.tmem_load_bytes or op.tmem_store_bytes:
         if sm.tmem is None:
             raise ModelError(f"operation '{op.label}' uses tensor memory, which {arch.name} does not have")
@@ -191,6 +201,7 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     if width < 1.0:  # percentages are of all sub-cores, of which fewer warps use only some
         counted[[P_ISSUE, P_FMA, P_ALU, P_MUFU, P_LSU, P_PORT]] *= width
     latency = sum(result_latency(arch, kind) * count for kind, count in op.latency.items())
+    chain, issue_stall = op.chain * result_latency(arch, "alu"), stalled * sm.issue.stall_cycles
     slower = latency
     if inter is not None and "shfl" in op.latency:
         slower += op.latency["shfl"] * (inter.shuffle_latency_cycles - result_latency(arch, "shfl"))
@@ -199,7 +210,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
         np.rint(beside * TICKS).astype(np.int64),
         np.rint(counted * TICKS).astype(np.int64),
         ticks(delay),
-        (ticks(stalled * sm.issue.stall_cycles), ticks(stalled * (inter or sm.issue).stall_cycles)),
+        ticks(stop),
+        (ticks(max(issue_stall, chain - alone.max())), ticks(max(issue_stall, chain - beside.max()))),
         (ticks(latency), ticks(slower)),
     )
 

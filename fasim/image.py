@@ -95,8 +95,8 @@ class Image:
 
     ``demand[i, s, p]``: ticks that one chunk of demand ``i`` takes on pipe ``p``, with (s=1) and
     without (s=0) an MMA running beside it; ``mma_delay[i]``: ticks by which it
-    delays that MMA where nothing is absorbed; ``stall[i, s]``: ticks a role loses to result
-    latencies in a chunk, during which others may use the pipes.
+    delays that MMA where nothing is absorbed, ``mma_stop[i]``: ticks that no MMA absorbs;
+    ``stall[i, s]``: ticks a role loses to result latencies in a chunk, during which others may use the pipes.
     ``activity[i, u]``: ticks unit ``u`` works for one occurrence of activity ``i``.
     ``entry[a]`` is the first instruction of agent ``a``, ``need[b]`` the arrivals per phase of
     barrier ``b``. ``tiles[row, column]``: trip counts and first lines of a work tile.
@@ -107,6 +107,7 @@ class Image:
     code: IntArray
     demand: IntArray
     mma_delay: IntArray
+    mma_stop: IntArray
     stall: IntArray
     activity: IntArray
     entry: IntArray

@@ -59,7 +59,7 @@ class _Tables:
 
     def add_demand(self, demand: VectorDemand) -> int:
         key = tuple(np.concatenate([demand.alone, demand.beside, demand.counted]).tolist())
-        key += (demand.mma_delay, *demand.stall)
+        key += (demand.mma_delay, demand.mma_stop, *demand.stall)
         if key not in self.demand_index:
             self.demand_index[key] = len(self.demand)
             self.demand.append(demand)
@@ -170,6 +170,7 @@ class _AgentEmitter:
             np.rint(total.beside / chunks).astype(np.int64),
             np.rint(total.counted / chunks).astype(np.int64),
             round(total.mma_delay / chunks),
+            round(total.mma_stop / chunks),
             (round(total.stall[0] / chunks), round(total.stall[1] / chunks)),
             (0, 0),
         )
@@ -343,6 +344,7 @@ def lower_program(
         code=np.array(tables.code, dtype=np.int64),
         demand=np.array([[d.alone, d.beside] for d in tables.demand], dtype=np.int64).reshape(-1, 2, len(im.PIPES)),
         mma_delay=np.array([d.mma_delay for d in tables.demand], dtype=np.int64),
+        mma_stop=np.array([d.mma_stop for d in tables.demand], dtype=np.int64),
         stall=np.array([d.stall for d in tables.demand], dtype=np.int64).reshape(-1, 2),
         activity=activity,
         entry=np.array(entry, dtype=np.int64),

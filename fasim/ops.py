@@ -78,6 +78,7 @@ class Vector(Op):
     shared-memory port; ``tmem_bytes`` likewise for tensor memory. ``mma_sync_flops`` is work of
     synchronous tensor instructions in the same stream (whole role). ``latency`` names the result
     latencies that are exposed at the end, for example ``{"shfl": 2}`` for two dependent shuffles.
+    ``chain`` is the longest run of ALU instructions that each need the one before.
     ``warps`` is how many warps execute it when that is not the role's full width.
     """
 
@@ -87,6 +88,7 @@ class Vector(Op):
     tmem_store_bytes: float = 0.0
     mma_sync_flops: float = 0.0
     latency: Mapping[str, float] = field(default_factory=dict)
+    chain: float = 0.0
     warps: int | None = None
 
 

@@ -52,7 +52,8 @@ variants = {
     "overlap": {"overlap": True, "pingpong": False},
     "both": {"overlap": True, "pingpong": True},
 }
-runs = {label: simulate("fa3", problem, arch, knobs=knobs, trace=trace) for label, knobs in variants.items()}
+blocks = {"tile_n": 128}  # keys; with FlashAttention-3's own 176 further down
+runs = {label: simulate("fa3", problem, arch, knobs=knobs | blocks, trace=trace) for label, knobs in variants.items()}
 
 # %% [markdown]
 # ## What happens on one SM
@@ -85,15 +86,16 @@ show(render_comparison(comparison))
 # %% [markdown]
 # ## Against the hardware
 #
-# Cycles more than the full kernel needs, measured on an H200, whose SMs are the H100's
+# Cycles more than the full kernel needs with blocks of 176 keys, measured on an H200, whose SMs are the H100's
 # (`validation/data/h200_fa3_ablations.csv`, this shape): serial 18.3 %, ping-pong alone 9.8 %, overlap alone -2.0 %. So
 # ping-pong is worth several per cent where nothing else hides the softmax, and at this shape nothing once the overlap
-# does. The simulator agrees on that: about 21, 6 and 0 %. With the H200's memory the serial pair falls into the fast
-# rhythm here, and the simulator misses the hardware by a tenth. All ablations: `docs/accuracy.md`.
+# does. The simulator agrees on the latter two, 8 and 1 %, but not on serial: with these blocks its warpgroups fall into
+# the fast rhythm, where hardware's are in the slow one, and it misses a tenth. All ablations: `docs/accuracy.md`.
 
 # %%
 measured = {"serial": 18.3, "ping-pong": 9.8, "overlap": -2.0}
-predicted = {label: 100 * (runs[label].cycles / runs["both"].cycles - 1) for label in measured}
+cycles = {label: simulate("fa3", problem, arch, knobs=knobs).cycles for label, knobs in variants.items()}
+predicted = {label: 100 * (cycles[label] / cycles["both"] - 1) for label in measured}
 for label in measured:
     print(f"{label:10} measured {measured[label]:+5.1f} %   predicted {predicted[label]:+5.1f} %")
 
@@ -101,6 +103,6 @@ for label in measured:
 # ## What was said, checked
 
 # %%
-assert predicted["serial"] > predicted["ping-pong"] + 2 > predicted["overlap"] + 4
-assert abs(predicted["overlap"]) < 1
-assert all(abs(predicted[label] - measured[label]) < 7 for label in measured)
+assert runs["serial"].cycles > 1.04 * runs["ping-pong"].cycles > 1.04 * runs["both"].cycles
+assert predicted["serial"] > 5 and predicted["ping-pong"] > 5 and abs(predicted["overlap"]) < 2
+assert all(abs(predicted[label] - measured[label]) < 5 for label in ("ping-pong", "overlap"))

@@ -5,6 +5,7 @@ Sources: as in fa3.py; order and counts from the disassembly of that build, cost
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,15 +27,7 @@ from fasim.effects import (
 from fasim.ops import Mix
 from fasim.schedule import Barrier, Role, Tensor
 
-#: What the compiler places between the maximum of a thread's first row and its wait for PV, by head dim: shares of EX2
-#: and of FFMA. Counted in the SASS of the main loops (nvcc 13.0), but for d192 and FP8 d96. Where P goes through shared
-#: memory, the wait comes after the maxima of both rows and before all exponentials.
-EARLY = {64: (0.20, 0.5), 96: (0.0, 0.0), 128: (0.255, 0.5), 192: (0.32, 0.5), 256: (0.35, 0.85)}
-FP8_EARLY = {64: (0.0, 0.0), 96: (0.0, 0.0), 128: (0.28, 0.83), 192: (0.20, 0.5), 256: (0.12, 0.34)}
-
-#: Exposed part of an ALU latency per FMNMX of the first row's maximum, which is one chain of dependent instructions:
-#: 6.2 cycles each at d128 (stall sampling, H200), of which port and issue explain 4.7 + 0.4.
-CHAIN_EXPOSED = 0.27
+from ._fa3_order import FP8, OVERLAPPED, P_IN_SMEM, SERIAL, Order
 
 #: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200 (O: 216 at
 #: d128). The stores themselves go out among the exponentials.
@@ -54,6 +47,9 @@ FETCH_CYCLES = (165.0, 585.0)
 #: which is not modelled (validation/DEVIATIONS.md).
 SETUP_CYCLES = {"16 bit": 320.0, "fp8": 490.0}
 
+#: What tiles drawn from a counter (causal kernels) take more: the same stamps.
+DRAW_CYCLES = {"16 bit": 233.0, "fp8": 315.0}
+
 #: Cycles per iteration in branches, wgmma fences and waits: branch_resolving stalls are 37 per iteration, two
 #: wgmma waits that find their group complete take 24 to 30 each (cycle stamps inside the kernel).
 LOOP_CYCLES = 90.0
@@ -72,8 +68,6 @@ class Config:
     overlap: bool
     in_registers: bool
     exp: bool
-    early: float
-    early_ffma: float
     warpgroups: int
     rescale_early: bool
     first_release: bool
@@ -126,61 +120,74 @@ def pv(c: Role, cfg: Config) -> None:
     c.mma("PV", m=64, n=cfg.dv, k=cfg.depth, count=count, effects=(effect,), **options)
 
 
-def row_max(c: Role, cfg: Config, masked: bool) -> None:
-    """Maximum of the first of a thread's two rows (of both, where P goes through shared memory), and what it scales.
+def order(cfg: Config, overlap: bool = True) -> Order:
+    """The compiler's order of a kernel's softmax; the next larger head dimension stands for those not counted."""
+    if not overlap:
+        table = SERIAL
+    elif cfg.fp8:
+        table = FP8
+    else:
+        table = OVERLAPPED if cfg.in_registers else P_IN_SMEM
+    width = max(cfg.d, cfg.dv)
+    return table[min((head for head in table if head >= width), default=max(table))]
 
-    The second row's maximum is taken beside the first exponentials.
-    """
+
+def softmax(
+    c: Role, cfg: Config, order: Order, masked: bool, *, first: bool = False, between: Callable[[], None] | None = None
+) -> None:
+    """From S to P, in the compiler's order; ``between`` is what stands at the wait for PV, if there is one."""
+    e = cfg.elements
     if masked:
         # ISETP per FSEL: 0.50 to 0.66 at the end of the keys, 1.1 to 1.5 in what causal kernels execute more (SASS)
         compare = 1.2 if cfg.causal else 0.55
-        c.vector("mask", {"fsel": cfg.elements, "alu": compare * cfg.elements}, effects=(Mask("S"),))
-    rows, chain = (1, CHAIN_EXPOSED * cfg.elements / 2) if cfg.in_registers else (2, 0.0)
-    mix = {"fmnmx": cfg.elements / 2 * rows + 4, "shfl": 4}
-    c.vector("row max", mix, latency={"shfl": 2, "alu": 2 + chain})
-    scale = {"ffma": 2, "ex2": 2 if cfg.exp else 0, "fmul": 2}
-    c.vector("scale", scale, latency={"fma": 1, "ex2": 1}, effects=(RowMax("S"),))
+        c.vector("mask", {"fsel": e, "alu": compare * e}, effects=(Mask("S"),))
+    row_max(c, cfg, order)
+    scale = {"ffma": 2, "ex2": 2 if cfg.exp else 0, "fmul": 4}
+    exp_to_p(c, cfg, order, scale, rescale=not (first or cfg.rescale_early), between=between)
 
 
-def exponentials(
-    c: Role,
-    cfg: Config,
-    label: str,
-    exps: float,
-    ffmas: float,
-    more: Mix,
-    nbytes: int = 0,
-    effects: tuple[Effect, ...] = (),
+def row_max(c: Role, cfg: Config, order: Order) -> None:
+    """The maxima that come first, with those of the neighbours in a quad. That of one row is a chain of FMNMX."""
+    chain = cfg.elements / 2 if order.rows == 1 else 0.0
+    mix = {"fmnmx": cfg.elements / 2 * order.rows + 4, "shfl": 4}
+    c.vector("row max", mix, latency={"shfl": 2, "alu": 2, "fma": 2}, chain=chain, effects=(RowMax("S"),))
+
+
+def exp_to_p(
+    c: Role, cfg: Config, order: Order, scale: Mix, rescale: bool, between: Callable[[], None] | None = None
 ) -> None:
-    """Shares of the exponentials and of the FFMAs before them, with other instructions."""
-    mix = {"ffma": ffmas * cfg.elements, "ex2": exps * cfg.exps, **more}
-    c.vector(label, mix, smem_bytes=nbytes, effects=effects)
+    """Exponentials, sums and P in the stretches of ``order``; ``scale`` is what the new maxima ask for, in the first.
 
-
-def exp_to_p(c: Role, cfg: Config, exps: float, ffmas: float, more: Mix, rescale: bool) -> None:
-    """The last part of a softmax, to P and beyond: stmatrix goes out among the exponentials, then a proxy fence.
-
-    All exponentials count as taken here.
+    P goes through shared memory among the last exponentials, then a proxy fence. All exponentials count as taken there.
     """
-    effects: list[Effect] = [Add("O", "PV")] if cfg.two_level and rescale else []
-    if rescale:
-        effects.append(Rescale("O"))
-    effects += [Probabilities("S"), RowSum("S"), Round("S", "P", cfg.formats[0])]
+    e = cfg.elements
+    total = {"fmnmx": e / 2 * (2 - order.rows), "ffma": e, "ex2": cfg.exps, "f2fp": e / 2}
+    total |= {"fadd": e + cfg.dv / 2 * cfg.two_level, "fmul": cfg.dv / 2 * rescale}
+    on_o: tuple[Effect, ...] = (Add("O", "PV"),) if cfg.two_level and rescale else ()
+    on_o += (Rescale("O"),) if rescale else ()
+    left, more = dict(total), scale
+    for stretches, late in ((order.early, False), (order.late, True)):
+        if late and between is not None:
+            between()
+        for stretch in stretches:
+            part = {name: getattr(stretch, name) * count for name, count in total.items()}
+            left = {name: left[name] - part[name] for name in left}
+            c.vector(stretch.label, _sum(part, more), effects=on_o if late else ())
+            more, on_o = {}, () if late else on_o
+    effects = (*on_o, Probabilities("S"), RowSum("S"), Round("S", "P", cfg.formats[0]))
     if cfg.in_registers:
-        exponentials(c, cfg, "exp, sum, P", exps, ffmas, more, 0, tuple(effects))
+        c.vector("exp, sum, P", _sum(left, more), effects=effects)
         return
     nbytes = 2 * 64 * cfg.n  # 512 per warp instruction
-    stores = {"sts": nbytes / 512 / 4}
-    exponentials(c, cfg, "exp, sum, P", exps, ffmas, {**more, **stores}, nbytes, (*effects, Move("P", Smem("P"))))
+    mix = {**_sum(left, more), "sts": nbytes / 512 / 4}
+    c.vector("exp, sum, P", mix, smem_bytes=nbytes, effects=(*effects, Move("P", Smem("P"))))
     c.delay("fence P", FENCE_CYCLES)
 
 
-def softmax_whole(c: Role, cfg: Config, masked: bool, first: bool) -> None:
-    """The whole softmax of a block with no MMA of this warpgroup in flight."""
-    row_max(c, cfg, masked)
-    rest = {"fmnmx": cfg.elements / 2 * cfg.in_registers, "fadd": cfg.elements, "f2fp": cfg.elements / 2}
-    rest["fmul"] = 0.0 if first else 4.0 + cfg.dv / 2
-    exp_to_p(c, cfg, 1.0, 1.0, rest, rescale=not first)
+def _sum(one: Mix, other: Mix) -> Mix:
+    """Both mixes in one, without what rounding leaves of zero."""
+    both = {name: one.get(name, 0.0) + other.get(name, 0.0) for name in one | other}
+    return {name: count for name, count in both.items() if count > 1e-9}
 
 
 def store_output(c: Role, cfg: Config, epilogue: Barrier, staged: Barrier, o: Tensor, o_free: Barrier) -> None:

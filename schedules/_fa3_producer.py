@@ -5,6 +5,8 @@ Sources: hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp of Dao-AILab/flash-attention a
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fasim.effects import Load, Move, Smem
 from fasim.ops import BarrierUse, Copy
 from fasim.schedule import Ring, Role
@@ -20,17 +22,22 @@ TRANSPOSE_WAVEFRONTS = 1.2
 ROUND_LATENCIES = 2.5
 
 #: Issue slots of the first producer warp per block of K and V: polls, addresses, descriptors. Instructions in the SASS
-#: of the loop that only this warp executes: BF16 67 (d128), 50 (d64), 86 (d256), FP8 60, 55, 86.
-LOAD_SLOTS = 66.0
+#: of the loop that only this warp executes: BF16 67 (d128), 50 (d64), 86 (d256), FP8 60, 55, 86; of them IMAD
+#: 8 to 18 and ALU 12 to 19 (BF16), 21 and 18 to 29 (FP8), 2 to 4 and 2 (FA4). Their sub-core is the slowest for it.
+LOADS = {
+    "16 bit": {"imad": 13.0, "alu": 16.0, "misc": 37.0},
+    "fp8": {"imad": 21.0, "alu": 22.0, "misc": 23.0},
+    "fa4": {"imad": 3.0, "alu": 2.0, "misc": 61.0},
+}
 
 #: Issue slots of a transposing warp beyond its ldmatrix, PRMT and stmatrix, per block and per 512 bytes: the SASS of
 #: the loop has 62 instructions with 5 such moves (d64), 137 with 14 (d128) and 171 with 16 (d256).
 TRANSPOSE_SLOTS = (20.0, 2.3)
 
 
-def issue_loads(p: Role) -> None:
+def issue_loads(p: Role, kind: Literal["16 bit", "fp8", "fa4"]) -> None:
     """What the first warp executes around the TMA loads of a block; the others have nothing to do there."""
-    p.vector("issue loads", {"misc": LOAD_SLOTS}, warps=1)
+    p.vector("issue loads", LOADS[kind], warps=1)
 
 
 def load_q(p: Role, ring: Ring, packed: bool) -> None:

@@ -15,11 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fasim.arch import Arch
-from fasim.effects import Mask, Move, Normalise, Rescale, Round, RowMax, Smem, Store
+from fasim.effects import Mask, Move, Normalise, Rescale, Round, Smem, Store
 from fasim.errors import ConfigError
 from fasim.problem import Problem
 from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 
+from ._fa3_order import FA4, FA4_CAUSAL
+from ._fa3_order import Order as Softmax
 from ._fa3_parts import (
     FENCE_CYCLES,
     FETCH_CYCLES,
@@ -27,9 +29,9 @@ from ._fa3_parts import (
     SETUP_CYCLES,
     Config,
     exp_to_p,
-    exponentials,
     pv,
     qk,
+    row_max,
 )
 from ._fa3_producer import issue_loads
 from ._fa4_grid import Order, grid
@@ -44,21 +46,17 @@ class Shape:
 
     m: int
     n: int
-    early: float
-    early_ffma: float
     p_in_smem: bool = False
 
 
-#: (head_dim up to, head_dim_v up to) -> shapes without and with a causal mask. Tiles: interface.py. Shares: counted in
-#: the loop over full blocks, without the two EX2 and FFMA of the scale; the loop over the masked blocks of a causal
-#: tile has 26 to 56 EX2 there instead of 24 to 36.
+#: (head_dim up to, head_dim_v up to) -> shapes without and with a causal mask; interface.py.
 SHAPES = {
-    (64, 64): (Shape(192, 128, 9 / 64, 1.0), Shape(192, 128, 28 / 64, 1.0)),
-    (96, 96): (Shape(192, 144, 6 / 72, 44 / 72, True), Shape(192, 128, 22 / 64, 45 / 64, True)),
-    (128, 128): (Shape(128, 128, 8 / 64, 1.0), Shape(128, 128, 28 / 64, 57 / 64)),
-    (192, 128): (Shape(128, 128, 8 / 64, 1.0), Shape(128, 128, 28 / 64, 55 / 64)),
-    (192, 192): (Shape(128, 112, 4 / 56, 35 / 56), Shape(128, 112, 34 / 56, 1.0)),
-    (256, 256): (Shape(128, 80, 12 / 40, 1.0), Shape(128, 80, 28 / 40, 1.0)),
+    (64, 64): (Shape(192, 128), Shape(192, 128)),
+    (96, 96): (Shape(192, 144, True), Shape(192, 128, True)),
+    (128, 128): (Shape(128, 128), Shape(128, 128)),
+    (192, 128): (Shape(128, 128), Shape(128, 128)),
+    (192, 192): (Shape(128, 112), Shape(128, 112)),
+    (256, 256): (Shape(128, 80), Shape(128, 80)),
 }
 
 #: consumer warpgroups -> (producer, consumer) registers, registers at launch
@@ -66,18 +64,22 @@ REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
 
 STAGES = 2  # buffers each of K and V
 
+#: What a block's maxima scale, with the checks for infinity.
+SCALE = {"fsel": 4, "fadd": 2, "fmul": 4, "ex2": 2, "ffma": 2}
+
 
 def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
     """The kernel for ``problem``. Raises ConfigError for a type or head dimension without one."""
     d, dv = problem.head_dim, problem.head_dim_v
-    found = next((shapes for (a, b), shapes in SHAPES.items() if d <= a and dv <= b), None)
-    if found is None or d % 16 or dv % 16:
+    widths = next(((a, b) for a, b in SHAPES if d <= a and dv <= b), None)
+    if widths is None or d % 16 or dv % 16:
         raise ConfigError(
             f"fa4 on {arch.name}: no tile for head_dim {d}, head_dim_v {dv}; multiples of 16 up to 256 exist"
         )
     if problem.bits != 16:
         raise ConfigError(f"fa4 on {arch.name}: no dtype '{problem.dtype}' (has bf16, fp16)")
-    shape = found[problem.causal]
+    shape = SHAPES[widths][problem.causal]
+    sequence = (FA4_CAUSAL if problem.causal else FA4)[widths]
     warpgroups = shape.m // 64
     registers = REGISTERS[warpgroups]
     order: Order = "lpt" if problem.causal else "single"
@@ -110,7 +112,7 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
             r.load(k_ring)
             r.load(q_ring)
             with r.loop("steps"):
-                issue_loads(r)
+                issue_loads(r, "fa4")
                 r.load(k_ring)
                 r.load(v_ring)
             r.load(v_ring)
@@ -124,10 +126,10 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
             qk(r, c)
             r.wait_mma(0, "wait QK")
             r.release(k_ring)
-            _row_max(r, c, masked=True, causal=problem.causal)
-            exp_to_p(r, c, 1.0, 1.0, {"fadd": c.elements, "f2fp": c.elements / 2}, rescale=False)
+            _row_max(r, c, sequence, masked=True)
+            exp_to_p(r, c, sequence, SCALE, rescale=False)
             with r.loop("steps"):
-                _step(r, c, problem.causal, k_ring, v_ring, turn)
+                _step(r, c, sequence, k_ring, v_ring, turn)
             r.release(q_ring)
             if c.rescale_early:
                 _rescale(r, c)
@@ -151,8 +153,6 @@ def _config(problem: Problem, shape: Shape) -> Config:
         overlap=True,
         in_registers=not shape.p_in_smem,
         exp=True,
-        early=shape.early,
-        early_ffma=shape.early_ffma,
         warpgroups=shape.m // 64,
         rescale_early=problem.head_dim_v > 128,
         first_release=False,
@@ -164,7 +164,7 @@ def _config(problem: Problem, shape: Shape) -> Config:
     )
 
 
-def _step(r: Role, c: Config, causal: bool, k_ring: Ring, v_ring: Ring, turn: Barrier) -> None:
+def _step(r: Role, c: Config, sequence: Softmax, k_ring: Ring, v_ring: Ring, turn: Barrier) -> None:
     """QK of this block, PV of the last, softmax; the compiler waits for PV among the exponentials.
 
     Where O is rescaled before PV, all but the first one or two wgmma of QK stand behind the rescale.
@@ -180,13 +180,14 @@ def _step(r: Role, c: Config, causal: bool, k_ring: Ring, v_ring: Ring, turn: Ba
     if c.pingpong:
         r.arrive(turn, "next", label="pass turn")
     r.wait_mma(1, "wait QK")
-    _row_max(r, c, causal, causal)
-    exponentials(r, c, "exp (early)", c.early, c.early_ffma, {})
-    r.release(k_ring)
-    r.wait_mma(0, "wait PV")
-    r.release(v_ring)
-    rest = {"fadd": c.elements - 2, "f2fp": c.elements / 2, "fmul": 0 if c.rescale_early else c.dv / 2}
-    exp_to_p(r, c, 1.0 - c.early, 1.0 - c.early_ffma, rest, rescale=not c.rescale_early)
+    _row_max(r, c, sequence, masked=c.causal)
+
+    def wait_pv() -> None:
+        r.release(k_ring)
+        r.wait_mma(0, "wait PV")
+        r.release(v_ring)
+
+    exp_to_p(r, c, sequence, SCALE, rescale=not c.rescale_early, between=wait_pv)
     r.delay("loop", LOOP_CYCLES, "issue")
 
 
@@ -194,17 +195,14 @@ def _rescale(r: Role, c: Config) -> None:
     r.vector("rescale O", {"fmul": c.dv / 2}, effects=(Rescale("O"),))
 
 
-def _row_max(r: Role, c: Config, masked: bool, causal: bool) -> None:
-    """Maxima of a thread's two rows, in eight chains side by side, and what they scale, with its checks for infinity.
+def _row_max(r: Role, c: Config, sequence: Softmax, masked: bool) -> None:
+    """The mask and the maxima that come first.
 
     The mask is an FSEL per element, R2P and LOP3 per eight, and the place of the diagonal where there is one.
     """
-    e = c.elements
     if masked:
-        r.vector("mask", {"fsel": 1.25 * e + 16 * causal}, effects=(Mask("S"),))
-    r.vector("row max", {"fmnmx": e + 4, "shfl": 4}, latency={"shfl": 2, "alu": 2})
-    mix = {"fsel": 4, "fadd": 2, "fmul": 4, "ex2": 2, "ffma": 2}
-    r.vector("scale", mix, latency={"alu": 2, "fma": 1}, effects=(RowMax("S"),))
+        r.vector("mask", {"fsel": 1.25 * c.elements + 16 * c.causal}, effects=(Mask("S"),))
+    row_max(r, c, sequence)
 
 
 def _store_output(r: Role, c: Config, staged: Barrier, o_tensor: Tensor) -> None:

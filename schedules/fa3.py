@@ -34,18 +34,15 @@ from fasim.schedule import Barrier, Kernel, Ring, Role
 
 from ._fa3_grid import combine, grid, partial_layout, plan, query_layout, tile
 from ._fa3_parts import (
-    EARLY,
+    DRAW_CYCLES,
     FETCH_CYCLES,
-    FP8_EARLY,
     LOOP_CYCLES,
     SETUP_CYCLES,
     Config,
-    exp_to_p,
-    exponentials,
+    order,
     pv,
     qk,
-    row_max,
-    softmax_whole,
+    softmax,
     store_output,
 )
 from ._fa3_producer import issue_loads, load_q, transpose
@@ -74,7 +71,6 @@ def fa3(
     ] = None,
     exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True,
     persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True,
-    early_exp: Annotated[float | None, "share of exponentials before the wait for PV; default: by head dim"] = None,
     two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False,
     splits: Annotated[int, "parts the keys of a tile are split into; 0: FlashAttention-3's heuristic"] = 1,
     build: Annotated[
@@ -114,10 +110,6 @@ def fa3(
         cluster = 2 if shared and not problem.causal and m_blocks % 2 == 0 and persistent else 1
     if m_blocks % cluster:
         raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
-    limit = min(head for head in EARLY if head >= max(d, dv))
-    early, early_ffma = (FP8_EARLY if fp8 else EARLY)[limit] if in_registers else (0.0, 0.0)
-    if early_exp is not None:
-        early, early_ffma = early_exp, early_exp
     rescale_early = (max(d, dv) > 128 or first_release) and overlap and not fp8
     output: Literal["tma", "threads", "partial"] = (
         "partial" if cut.splits > 1 else "threads" if cut.group > 1 else "tma"
@@ -132,8 +124,6 @@ def fa3(
         overlap,
         in_registers,
         exp,
-        early,
-        early_ffma,
         warpgroups,
         rescale_early,
         first_release,
@@ -148,7 +138,7 @@ def fa3(
     knobs: dict[str, object] = dict(
         tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers
     )
-    knobs |= dict(cluster=cluster, exp=exp, persistent=persistent, early_exp=early)
+    knobs |= dict(cluster=cluster, exp=exp, persistent=persistent)
     knobs |= dict(two_level=two_level, splits=cut.splits, build=build)
     k = Kernel(
         "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
@@ -198,7 +188,7 @@ def fa3(
             p.wait_barrier(o_free, reason="empty", ahead=1)
             for trips in ("masked", "full"):
                 with p.loop(trips):
-                    issue_loads(p)
+                    issue_loads(p, "fp8" if fp8 else "16 bit")
                     if fp8:
                         p.load(v_loads)
                     p.load(k_ring)
@@ -214,7 +204,9 @@ def fa3(
     with k.role("consumer", warpgroups=warpgroups, registers=REGISTERS[warpgroups][1]) as c:
         c.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")
         with c.tiles():
-            c.delay("tile set-up", SETUP_CYCLES["fp8" if fp8 else "16 bit"], "issue")
+            kind = "fp8" if fp8 else "16 bit"
+            drawn = DRAW_CYCLES[kind] if problem.causal and persistent else 0.0
+            c.delay("tile set-up", SETUP_CYCLES[kind] + drawn, "issue")
             c.delay("instruction fetch", FETCH_CYCLES[0], "issue")
             c.wait(q_ring)
             if overlap:
@@ -226,7 +218,7 @@ def fa3(
                     c.arrive(turn, "next", label="pass turn")
                 c.wait_mma(0, "wait QK")
                 c.release(k_ring)
-                softmax_whole(c, cfg, masked=True, first=True)
+                softmax(c, cfg, order(cfg, overlap=False), masked=True, first=True)
                 for trips, masked in (("masked", True), ("full", False)):
                     with c.loop(trips):
                         _overlapped_step(c, cfg, k_ring, v_ring, turn, masked)
@@ -262,17 +254,13 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
     if cfg.pingpong:
         c.arrive(turn, "next", label="pass turn")
     c.wait_mma(1, "wait QK")
-    row_max(c, cfg, masked)
-    second_row = {"fmnmx": cfg.elements / 2} if cfg.in_registers else {}
-    if cfg.early:
-        exponentials(c, cfg, "exp (early)", cfg.early, cfg.early_ffma, second_row)
-        second_row = {}
-    c.release(k_ring)
-    c.wait_mma(0, "wait PV")
-    c.release(v_ring)
-    rest = {"fadd": cfg.elements, "f2fp": cfg.elements / 2, "fmul": 4.0 + (0 if cfg.rescale_early else cfg.dv / 2)}
-    rest["fadd"] += cfg.dv / 2 * cfg.two_level
-    exp_to_p(c, cfg, 1.0 - cfg.early, 1.0 - cfg.early_ffma, rest | second_row, rescale=not cfg.rescale_early)
+
+    def wait_pv() -> None:
+        c.release(k_ring)
+        c.wait_mma(0, "wait PV")
+        c.release(v_ring)
+
+    softmax(c, cfg, order(cfg), masked, between=wait_pv)
     c.delay("loop", LOOP_CYCLES, "issue")
 
 
@@ -293,7 +281,7 @@ def _serial_step(
     if cfg.pingpong and cfg.first_release:
         c.arrive(turn, "next", label="pass turn")
     c.release(k_ring)
-    softmax_whole(c, cfg, masked, first)
+    softmax(c, cfg, order(cfg, overlap=False), masked, first=first)
     c.wait(v_ring)
     if cfg.pingpong and not cfg.first_release:
         c.wait_barrier(turn, "own", label="wait turn")

@@ -286,14 +286,16 @@ def _mma_sync(c: Role, cfg: Config, label: str, shared: int, own: int, flops: fl
 def _softmax(c: Role, cfg: Config, masked: bool) -> None:
     """Mask, maximum, exponentials, sum, P to operands of PV and the rescaling of O.
 
-    As in the SASS, half of the maxima are taken before the first exponential, the others beside it.
+    As in the SASS (FP16 and FP8 at head dim 128), half of the maxima are taken before the first exponential, the others
+    beside FFMA and the first half of the exponentials, and the rest beside the other half.
     """
     e, r = cfg.scores, cfg.thread_rows
     if masked:
         c.vector("mask", {"alu": MASK_PER_SCORE * e}, effects=(Mask("S"),))
     row_max, latency = {"fmnmx": e / 2 + 2 * r, "shfl": 2 * r, "fmul": r}, {"shfl": 2, "alu": 2, "fma": 1}
     c.vector("row max", row_max, latency=latency, effects=(RowMax("S"),))
-    rest = add_mixes({"fmnmx": e / 2, "ffma": e, "ex2": e + r, "fadd": e, "fmul": cfg.outputs}, cfg.convert)
+    c.vector("row max, exp", {"fmnmx": e / 2, "ffma": e, "ex2": e / 2 + r, "fadd": e / 3}, latency={"fma": 1})
+    rest = add_mixes({"ex2": e / 2, "fadd": 2 * e / 3, "fmul": cfg.outputs}, cfg.convert)
     effects = Rescale("O"), Probabilities("S"), Round("S", "P", cfg.formats[0])
     c.vector("exp, sum, P, rescale O", rest, latency={"ex2": 1, "fma": 1}, effects=effects)
 

@@ -55,12 +55,12 @@ def test_json_says_the_same(fasim, capsys):
     [
         (
             "fa3.py",
-            '    c.release(k_ring)\n    c.wait_mma(0, "wait PV")',
-            '    c.wait_mma(0, "wait PV")',
+            '        c.release(k_ring)\n        c.wait_mma(0, "wait PV")',
+            '        c.wait_mma(0, "wait PV")',
             "who waits for whom: ",
         ),
-        ("fa3.py", '    c.wait_mma(1, "wait QK")\n', "", "race      consumer0 'scale' (cycle "),
-        ("_fa3_parts.py", 'effects.append(Rescale("O"))', "pass", "scale     consumer0 'PV' (cycle "),
+        ("fa3.py", '    c.wait_mma(1, "wait QK")\n', "", "race      consumer0 'row max' (cycle "),
+        ("_fa3_parts.py", '    on_o += (Rescale("O"),) if rescale else ()\n', "", "scale     consumer0 'PV' (cycle "),
     ],
 )
 def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, file, old, new, said):

@@ -62,12 +62,32 @@ def test_beside_an_mma():
         "mufu_port_cycles": 5,
         "ffma_port_cycles": 1,
         "fmul_port_cycles": 0.5,
+        "fadd_port_cycles": 2,
     }
     arch = toy_arch(*(f"sm.interference.{key}={value}" for key, value in changes.items()))
-    d = demand({"fmnmx": 2, "f2fp": 1, "ex2": 3, "ffma": 4, "fadd": 2, "shfl": 1, "fsel": 1}, arch)
-    assert cycles_on(d.alone) == {"issue": 14, "alu": 8, "mufu": 24, "fma": 6, "lsu": 4}
-    port = 3 * 3 + 2 + 3 * 5 + 4 * 1 + 2 * 0.5
-    assert cycles_on(d.beside) == {"issue": 14, "alu": 16, "mufu": 30, "fma": 6, "lsu": 15, "port": port}
+    d = demand({"fmnmx": 2, "f2fp": 1, "ex2": 3, "ffma": 4, "fmul": 2, "fadd": 1, "shfl": 1, "fsel": 1}, arch)
+    assert cycles_on(d.alone) == {"issue": 15, "alu": 8, "mufu": 24, "fma": 7, "lsu": 4}
+    port = 3 * 3 + 2 + 3 * 5 + 4 * 1 + 2 * 0.5 + 2
+    assert cycles_on(d.beside) == {"issue": 15, "alu": 16, "mufu": 30, "fma": 7, "lsu": 15, "port": port}
+
+
+def test_exponentials_of_others_wait_while_the_port_sets_the_pace():
+    changes = {"ffma_port_cycles": 4, "alu_port_cycles": 4, "ex2_wait_cycles": 1, "ex2_wait_ffma_cycles": 2}
+    arch = toy_arch(*(f"sm.interference.{key}={value}" for key, value in changes.items()))
+
+    def mufu(**mix: float) -> float:
+        return cycles_on(demand(mix, arch).beside).get("mufu", 0)
+
+    assert mufu(ffma=10) == 20 and mufu(fmnmx=10) == 10 and mufu(fsel=10) == 0
+    assert mufu(ffma=10, ex2=2) == 16 + 20
+    assert mufu(ffma=10, ex2=4) == 40  # no longer than the port is busy
+    assert mufu(ffma=10, ex2=6) == 48  # exponentials set the pace: others find gaps
+
+
+def test_a_chain_of_maxima_is_paced_by_its_latency():
+    arch = toy_arch("sm.alu.latency_cycles=5", "sm.issue.stall_cycles=0.25", "sm.interference.alu_port_cycles=4")
+    for chain, stall in ((0, (2.5, 2.5)), (4, (2.5, 2.5)), (10, (50 - 20, 50 - 40))):
+        assert demand({"fmnmx": 10}, arch, chain=chain).stall == tuple(round(s * im.TICKS) for s in stall)
 
 
 def test_slowing_is_in_proportion_to_the_pipes_interval():
@@ -76,16 +96,19 @@ def test_slowing_is_in_proportion_to_the_pipes_interval():
 
 
 def test_delay_of_the_mma_by_instruction_class():
-    values = {"ffma_delay_cycles": 1, "fmul_delay_cycles": 0.5, "alu_delay_cycles": 0.25}
-    arch = toy_arch(*(f"sm.interference.{key}={value}" for key, value in values.items()))
-    assert demand({"ffma": 3, "fmul": 2, "fadd": 2, "fmnmx": 4, "ex2": 7, "misc": 5}, arch).mma_delay == 6 * im.TICKS
+    values = {"ffma_delay_cycles": 1, "fmul_delay_cycles": 0.5, "fadd_delay_cycles": 2, "alu_delay_cycles": 0.25}
+    arch = toy_arch(*(f"sm.interference.{key}={value}" for key, value in (values | {"fmul_stop_cycles": 3}).items()))
+    run = demand({"ffma": 3, "fmul": 2, "fadd": 2, "fmnmx": 4, "misc": 5}, arch)
+    assert (run.mma_delay, run.mma_stop) == (9 * im.TICKS, 0)
+    between = demand({"fmul": 2, "ex2": 7}, arch)  # nothing absorbs FMUL that go out between exponentials
+    assert (between.mma_delay, between.mma_stop) == (0, 6 * im.TICKS)
     assert demand({"ffma": 3}, load_arch("b200")).mma_delay == 0  # no interference on Blackwell
 
 
-def test_stall_is_per_instruction_and_differs_beside_an_mma():
-    arch = toy_arch("sm.issue.stall_cycles=0.25", "sm.interference.stall_cycles=0.5")
-    assert demand({"ffma": 4, "ex2": 4, "misc": 9}, arch).stall == (2 * im.TICKS, 4 * im.TICKS)
-    assert demand({"ffma": 8}, arch, warps=8).stall == (2 * im.TICKS, 4 * im.TICKS)  # a warp's own
+def test_stall_is_per_instruction():
+    arch = toy_arch("sm.issue.stall_cycles=0.25")
+    assert demand({"ffma": 4, "ex2": 4, "misc": 9}, arch).stall == (2 * im.TICKS, 2 * im.TICKS)
+    assert demand({"ffma": 8}, arch, warps=8).stall == (2 * im.TICKS, 2 * im.TICKS)  # a warp's own
 
 
 def test_shared_memory_gets_what_the_mma_leaves():

@@ -275,6 +275,28 @@ def test_a_running_mma_absorbs_delay(absorbed, credit, before, after, extra):
     assert log(k)[-1] == f"164-{228 + extra} tensor: PV"
 
 
+def test_nothing_absorbs_fmul_between_exponentials():
+    k = kernel(interfering(fmul_stop_cycles=0.5, absorbed_per_cycle=[1], absorbed_burst_cycles=20))
+    with k.role("wg", warpgroups=1, registers=24) as c, c.tiles():
+        c.mma("QK", m=64, n=128, k=16, count=1)
+        c.vector("exp, rescale", {"ex2": 1, "fmul": 8})
+        c.mma("PV", m=64, n=128, k=16, count=1)
+        c.wait_mma()
+        c.vector("exp, rescale", {"ex2": 1, "fmul": 8})  # beside none
+        c.mma("PV", m=64, n=128, k=16, count=1)
+    assert log(k) == [
+        "100-108 wg: QK (issue)",
+        "100-164 tensor: QK",
+        "108-117 wg: exp, rescale (work)",
+        "117-125 wg: PV (issue)",
+        "125-242 wg: wait MMA (dependency)",
+        "164-232 tensor: PV",  # 64 + 8 x 0.5
+        "242-251 wg: exp, rescale (work)",
+        "251-259 wg: PV (issue)",
+        "251-315 tensor: PV",
+    ]
+
+
 def test_result_latencies_stall_a_role_but_not_its_pipes():
     k = kernel(toy_arch("sm.issue.stall_cycles=0.5"))
     with k.role("wg", warpgroups=2, registers=24) as c, c.tiles():

@@ -181,7 +181,7 @@ def test_fp8_cycles_on_the_h200(head_dim, causal):
     problem = Problem(4, 4096, heads_q=int(row["heads_q"]), head_dim=head_dim, causal=bool(causal), dtype="fp8")
     tile = knobs(*(int(row[name]) for name in ("tile_m", "tile_n", "stages", "warps")))
     run = simulate("triton", problem, load_arch("h200"), knobs=tile, clock_mhz=float(row["sm_clock_mhz"]))
-    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.10)
+    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.12)
 
 
 def test_too_few_registers_cost_more_than_half():

@@ -40,7 +40,7 @@ _RESOURCES: dict[str, Resource] = {
     "fma": Resource(
         "FMA pipe",
         ("sm.fma.ops_per_cycle", "sm.fma.imad_ops_per_cycle", "sm.fma.packed_ops_per_cycle"),
-        ("sm.interference.ffma_port_cycles", "sm.interference.fmul_port_cycles"),
+        ("sm.interference.ffma_port_cycles", "sm.interference.fmul_port_cycles", "sm.interference.fadd_port_cycles"),
     ),
     "alu": Resource(
         "ALU pipe: maxima, conversions, masks",
@@ -85,7 +85,6 @@ _RESOURCES: dict[str, Resource] = {
             "sm.tensor.async_mma.two_cta_completion_cycles",
             "sm.tmem.load_latency_cycles",
             "sm.interference.shuffle_latency_cycles",
-            "sm.interference.stall_cycles",
         ),
     ),
     "launch": Resource("launch, CTA start and turnover", (), ("launch",)),
@@ -102,6 +101,10 @@ _RESOURCES: dict[str, Resource] = {
             "sm.interference.mufu_port_cycles",
             "sm.interference.ffma_port_cycles",
             "sm.interference.fmul_port_cycles",
+            "sm.interference.fadd_port_cycles",
+            "sm.interference.ex2_wait_cycles",
+            "sm.interference.ex2_wait_ffma_cycles",
+            "sm.interference.fmul_stop_cycles",
             "sm.interference.ffma_delay_cycles",
             "sm.interference.fmul_delay_cycles",
             "sm.interference.alu_delay_cycles",

@@ -275,7 +275,9 @@ def prepare() -> None:
     """Compile the engine, or load it, by running an empty grid."""
     machine = Machine(*(1 for _ in Machine._fields))._replace(grid=0)
     flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
-    nothing = Image(machine, table, cube, flat, table, table, flat, flat, table, flat, flat, 0, (), (), (), (), ())
+    nothing = Image(
+        machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, 0, (), (), (), (), ()
+    )
     run(nothing)
 
 

@@ -51,6 +51,7 @@ from fasim.engine.state import (
     SEQUENCE,
     SINCE,
     STATUS,
+    STOPPED,
     STORES_DONE,
     TILES,
     TMA_FREE,
@@ -156,6 +157,8 @@ def work_chunk(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: 
     if beside == 1 and p.mma_delay[i] > 0:
         settle(m, st, g, sm, now)
         unit[OWED] += p.mma_delay[i]
+    if beside == 1:
+        unit[STOPPED] += p.mma_stop[i]
     spend(m, p, st, g, a, now, end - span, R_PIPE, row[im.K_NAME])
     spend(m, p, st, g, a, end - span, end, R_WORK, row[im.K_NAME])
     stall = p.stall[i, beside]
@@ -175,7 +178,8 @@ def issue_mma(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: I
     for r in range(first, first + ranks):
         settle(m, st, g, r, now)
         unit = st.sm[g, r]
-        extra = max(extra, unit[OWED])
+        extra = max(extra, max(0, unit[OWED]) + unit[STOPPED])
+        unit[STOPPED] = 0
         unit[OWED] = min(0, unit[OWED]) if row[im.M_ABSORB] > 0 else 0
         unit[ABSORBED] = row[im.M_ABSORB]
     end = start + row[im.M_TICKS] + extra

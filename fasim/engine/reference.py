@@ -220,6 +220,8 @@ class ReferenceEngine:
             if beside and delay > 0:
                 sm.settle(now, self.m.mma_credit)
                 sm.owed += delay
+            if beside:
+                sm.stopped += int(self.image.mma_stop[index])
             self.charge(agent, now, end - span, PIPE, row[im.K_NAME])
             self.charge(agent, end - span, end, WORK, row[im.K_NAME])
             stall = int(self.image.stall[index, int(beside)])
@@ -253,10 +255,11 @@ class ReferenceEngine:
         start = max(self.now, *(sm.free[im.P_TENSOR] for sm in sms))
         for sm in sms:
             sm.settle(self.now, self.m.mma_credit)
-        end = start + row[im.M_TICKS] + max(0, *(sm.owed for sm in sms))
+        end = start + row[im.M_TICKS] + max(max(0, sm.owed) + sm.stopped for sm in sms)
         for rank, sm in zip(ranks, sms, strict=True):
             sm.owed = min(0, sm.owed) if row[im.M_ABSORB] > 0 else 0
             sm.absorbed = row[im.M_ABSORB]
+            sm.stopped = 0
             sm.free[im.P_TENSOR] = sm.mma_until = end
             self.count(row[im.K_ACTIVITY], start, 1)
             self.record(agent, self.m.agents, start, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)

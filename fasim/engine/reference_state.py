@@ -18,6 +18,7 @@ class Sm:
     owed: int = 0  # delay by vector work that the next MMA instruction pays; negative: absorbed in advance
     owed_at: int = 0
     absorbed: int = 0  # of the running MMA, see image.M_ABSORB
+    stopped: int = 0  # delay that nothing absorbs
     tma_free: int = 0
     ingress_free: int = 0
     egress_free: int = 0

@@ -37,9 +37,12 @@ RUNNING = -2
 
 # Columns of State.sm: the next free tick of each pipe, then until when the tensor core runs asynchronous
 # MMAs, the delay that the next MMA instruction pays (ticks owed, negative: absorbed in advance; as of
-# when; the running MMA's M_ABSORB), and the next free tick of the TMA and of the ways into and out of shared memory.
-MMA_UNTIL, OWED, AS_OF, ABSORBED, TMA_FREE, INGRESS_FREE, EGRESS_FREE = range(len(im.PIPES), len(im.PIPES) + 7)
-SM_FIELDS = len(im.PIPES) + 7
+# when; the running MMA's M_ABSORB; and what nothing absorbs), and the next free tick of the TMA and of the ways
+# into and out of shared memory.
+(
+    MMA_UNTIL, OWED, AS_OF, ABSORBED, STOPPED, TMA_FREE, INGRESS_FREE, EGRESS_FREE,
+) = range(len(im.PIPES), len(im.PIPES) + 8)  # fmt: skip
+SM_FIELDS = len(im.PIPES) + 8
 
 # Columns of State.barrier: arrivals in the current phase, completed phases
 ARRIVED, PHASES = range(2)
@@ -88,6 +91,7 @@ class Program(NamedTuple):
     code: Any
     demand: Any
     mma_delay: Any
+    mma_stop: Any
     stall: Any
     entry: Any
     need: Any
@@ -140,6 +144,7 @@ def new_program(image: Image, window: TraceWindow) -> Program:
         image.code,
         image.demand,
         image.mma_delay,
+        image.mma_stop,
         image.stall,
         image.entry,
         image.need,

@@ -137,10 +137,11 @@ def _mma_sync_rate(results: Microbench) -> Estimate:
     return _centre(4 * 2 * 16 * 8 * 16 / cycles)
 
 
-def _stall(where: Mapping[str, object], results: Microbench) -> Estimate:
+def _stall(results: Microbench) -> Estimate:
     """What one warp loses per instruction: the softmax mix (4.5 instructions) by one warp a sub-core and by three."""
     one, three = (
-        _LANES / results.column("corun.corun", "vector_lanes_per_cycle", vector="softmax_mix", vector_groups=g, **where)
+        _LANES
+        / results.column("corun.corun", "vector_lanes_per_cycle", vector="softmax_mix", vector_groups=g, mma_groups=0)
         for g in (1, 3)
     )
     return _centre((one - three) / 4.5)
@@ -192,6 +193,53 @@ def _fsel_port(results: Microbench) -> Estimate:
         for vector in ("fsel+softmax_mix", "softmax_mix")
     )
     return _centre(mixed - plain)
+
+
+def _fadd_port(results: Microbench) -> Estimate:
+    """FADD of the row sums of two warpgroups, half a score's each per key."""
+    where = {"parts": "sum", "warpgroups": 2, "stream": "ss"}
+    keys, cycles = (results.column("softmax.softmax_parts", c, **where) for c in ("keys", "cycles"))
+    return _centre(cycles / keys)
+
+
+def _ex2_wait(streams: Mapping[str, int], results: Microbench) -> Estimate:
+    """Time per instruction of a stream that fills the port in which another warp's EX2 do not go out."""
+    table, beside = "softmax.vector_pairs", {"second": "ex2", "mma": 1}
+    ex2 = results.column(table, "first_alone", first="ex2", **beside)
+    waits = []
+    for vector, chains in streams.items():
+        where = {"first": vector, "first_chains": chains, **beside}
+        own, second = (results.column(table, c, **where) for c in ("first_cycles", "second_cycles"))
+        waits.append(own * (1 - ex2 / second))
+    return _centre(np.concatenate(waits))
+
+
+def _shuffle_chain(results: Microbench) -> Estimate:
+    """A chain of shuffles of one warp, beside operands in shared memory and in registers."""
+    where = {"vector": "shfl", "chains": 1, "vector_groups": 1}
+    return _centre(_LANES / results.column("corun.corun_chains", "vector_lanes_per_cycle", **where), np.mean)
+
+
+def _lost(results: Microbench, **where: object) -> FloatArray:
+    """Tensor-core time lost per softmax, or part of one, of a warpgroup."""
+    columns = ("n", "warpgroups", "cycles", "mma_cycles_per_instr")
+    n, warpgroups, cycles, mma = (results.column("softmax.softmax_parts", c, **where) for c in columns)
+    return (1 - n / 2 / mma) * cycles / warpgroups
+
+
+def _part_delay(part: str, typical: Callable[[FloatArray], np.floating], results: Microbench) -> Estimate:
+    """Per instruction of a part of a softmax at n = 64, which absorbs none; the part has one per score of a thread."""
+    where = {"parts": part, "n": 64}
+    keys = results.column("softmax.softmax_parts", "keys", **where)
+    return _centre(_lost(results, **where) / (keys / 2), typical)
+
+
+def _fmul_stop(results: Microbench) -> Estimate:
+    """Per FMUL of the rescale of O between exponentials, beside wide instructions: a softmax with it and without."""
+    where = {"stream": "ss", "n": (96, 128, 160)}
+    dim = results.column("softmax.softmax_parts", "dim", parts="all", **where)
+    lost = _lost(results, parts="all", **where) - _lost(results, parts="all but rescale", **where)
+    return _centre(lost / (dim / 2), np.mean)
 
 
 def _delay(vector: str, results: Microbench) -> Estimate:
@@ -317,7 +365,7 @@ def _turnover(results: Microbench) -> Estimate:
 
 RULES = (
     # sub-core pipes
-    Rule("sm.issue.stall_cycles", "corun", partial(_stall, {"mma_groups": 0}), 0.01),
+    Rule("sm.issue.stall_cycles", "corun", _stall, 0.01),
     Rule("sm.fma.ops_per_cycle", "pipes", partial(_rate, "ffma"), POWER_OF_TWO),
     Rule("sm.fma.latency_cycles", "pipes", partial(_latency, "ffma")),
     Rule("sm.alu.ops_per_cycle", "pipes", partial(_rate, "fmnmx"), POWER_OF_TWO),
@@ -340,10 +388,15 @@ RULES = (
     Rule("sm.interference.ffma_port_cycles", "corun", partial(_port, 1), 0.1),
     Rule("sm.interference.fmul_port_cycles", "corun", partial(_port, 2), 0.1),
     Rule("sm.interference.shuffle_cycles", "corun", partial(_beside, ("shfl",), (1, 2))),
-    Rule("sm.interference.stall_cycles", "corun", partial(_stall, _BESIDE), 0.1),
-    Rule("sm.interference.ffma_delay_cycles", "corun", partial(_delay, "ffma"), 0.1),
+    Rule("sm.interference.shuffle_latency_cycles", "corun", _shuffle_chain),
+    Rule("sm.interference.fadd_port_cycles", "softmax", _fadd_port, 0.1),
+    Rule("sm.interference.ex2_wait_cycles", "softmax", partial(_ex2_wait, {"fmnmx": 16, "f2fp": 16, "fadd": 2}), 0.1),
+    Rule("sm.interference.ex2_wait_ffma_cycles", "softmax", partial(_ex2_wait, {"ffma": 3}), 0.1),
+    Rule("sm.interference.ffma_delay_cycles", "softmax", partial(_part_delay, "exp", np.mean), 0.1),
     Rule("sm.interference.fmul_delay_cycles", "corun", partial(_delay, "fmul"), 0.1),
-    Rule("sm.interference.alu_delay_cycles", "corun", partial(_delay, "fmnmx"), 0.1),
+    Rule("sm.interference.fadd_delay_cycles", "softmax", partial(_part_delay, "sum", np.median), 0.1),
+    Rule("sm.interference.alu_delay_cycles", "softmax", partial(_part_delay, "row max", np.median), 0.1),
+    Rule("sm.interference.fmul_stop_cycles", "softmax", _fmul_stop, 0.1),
     Rule("sm.interference.absorbed_per_cycle", "corun", _absorbed, 0.01),
     # copies
     Rule("sm.tma.issue_interval_cycles", "tma", _issue_interval),

@@ -55,9 +55,9 @@ class Microbench:
         return bool(self.benchmarks.get(program, {}).get("status") == "ok")
 
     def provenance(self, program: str) -> str:
-        """Date, program, chip, driver and mean SM clock of a measurement, for a comment."""
-        clock = self.benchmarks[program]["sm_clock_mhz"]
-        return f"{self.date[:10]}: {program}, {self.chip}, driver {self.driver}, {clock:.0f} MHz"
+        """Date (of the program, if it was run apart), program, chip, driver and mean SM clock, for a comment."""
+        clock, date = self.benchmarks[program]["sm_clock_mhz"], self.benchmarks[program].get("date", self.date)
+        return f"{date[:10]}: {program}, {self.chip}, driver {self.driver}, {clock:.0f} MHz"
 
     def column(self, table: str, column: str, **where: object) -> FloatArray:
         """Values of a column in the rows that match; a tuple, list or range in ``where`` gives the values allowed.
