@@ -139,7 +139,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     inter = sm.interference
     sync = sm.mma_sync_interference
     slot = interval(arch, "misc")
-    delay = stalled = kept = 0.0
+    exponentials = op.mix.get("ex2", 0.0) > 0
+    delay = stop = stalled = kept = 0.0
     for name, count in op.mix.items():
         if name not in INSTRUCTION_PIPE:
             raise ConfigError(f"operation '{op.label}': unknown instruction class '{name}'")
@@ -167,16 +168,17 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
             elif name == "shfl":
                 slowed = max(ii, inter.shuffle_cycles)
             if name in _DELAY_FIELD:
-                delay += n * getattr(inter, _DELAY_FIELD[name]) * (name != "fmul" or not op.mix.get("ex2"))
-                kept += n * (
-                    inter.ex2_wait_ffma_cycles if pipe == P_FMA and name not in port else inter.ex2_wait_cycles
-                )
+                if name == "fmul" and exponentials:  # several at once after an EX2: no MMA makes up for them
+                    stop += n * inter.fmul_stop_cycles
+                else:  # a run of FMUL is paced by the port
+                    delay += n * getattr(inter, _DELAY_FIELD[name])
+                kept += n * (inter.ex2_wait_ffma_cycles if name in ("ffma", "imad") else inter.ex2_wait_cycles)
         beside[pipe] += n * slowed
         if mma_sync or op.mma_sync_flops:
             by_pipe = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}
-            stop = sync.ldsm_mma_cycles if name == "ldsm" else by_pipe.get(pipe, 0.0)
-            alone[P_PORT] += n * stop
-            beside[P_PORT] += n * stop
+            held = sync.ldsm_mma_cycles if name == "ldsm" else by_pipe.get(pipe, 0.0)
+            alone[P_PORT] += n * held
+            beside[P_PORT] += n * held
     if op.mma_sync_flops:
         mma = op.mma_sync_flops / sm.tensor.mma_sync_flops_per_cycle
         for state in (alone, beside):
@@ -184,12 +186,8 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
             state[P_PORT] += mma
     alone[P_SMEM] = op.smem_bytes / sm.smem.bytes_per_cycle
     beside[P_SMEM] = alone[P_SMEM] / (1.0 - mma_share)
-    stop = 0.0
-    if inter is not None:
-        # Where the port sets the pace, its instructions keep the EX2 of other warps waiting.
-        beside[P_MUFU] = max(beside[P_MUFU], min(beside[P_PORT], beside[P_MUFU] + kept))
-        # FMUL go out several at once after an EX2; a run of them is paced by the port and delays nothing.
-        stop = inter.fmul_stop_cycles * op.mix.get("fmul", 0.0) * per_core if op.mix.get("ex2") else 0.0
+    # Where the port sets the pace, its instructions keep the EX2 of other warps waiting.
+    beside[P_MUFU] = max(beside[P_MUFU], min(beside[P_PORT], beside[P_MUFU] + kept))
     if op.tmem_load_bytes or op.tmem_store_bytes:
         if sm.tmem is None:
             raise ModelError(f"operation '{op.label}' uses tensor memory, which {arch.name} does not have")
