@@ -12,7 +12,8 @@ from fasim.arch import arch_folder, load_arch
 from fasim.errors import ConfigError
 from fasim.studies import kernel_fit
 from fasim.studies.calibrate import calibrate, current_value, set_value, with_values
-from fasim.studies.calibration_rules import POWER_OF_TWO, RULES, Estimate, Rule
+from fasim.studies.calibration_estimates import Estimate
+from fasim.studies.calibration_rules import POWER_OF_TWO, RULES, Rule
 from fasim.studies.kernel_fit import Fitter, KernelFit, Parameter
 from fasim.studies.microbench import Microbench
 from fasim.studies.validation import Row, Validation

@@ -20,7 +20,8 @@ from tomlkit import TOMLDocument
 
 from fasim.arch import Arch, load_arch
 from fasim.errors import ConfigError
-from fasim.studies.calibration_rules import RULES, Estimate, Rule
+from fasim.studies.calibration_estimates import Estimate
+from fasim.studies.calibration_rules import RULES, Rule
 from fasim.studies.microbench import Microbench
 
 Value = float | tuple[float, ...]
