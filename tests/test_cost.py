@@ -72,13 +72,15 @@ def test_beside_an_mma():
 
 
 def test_exponentials_of_others_wait_while_the_port_sets_the_pace():
-    changes = {"ffma_port_cycles": 4, "alu_port_cycles": 4, "ex2_wait_cycles": 1, "ex2_wait_ffma_cycles": 2}
+    changes = {"ffma_port_cycles": 4, "alu_port_cycles": 4, "fsel_port_cycles": 0.5}
+    changes |= {"ex2_wait_cycles": 1, "ex2_wait_ffma_cycles": 2}
     arch = toy_arch(*(f"sm.interference.{key}={value}" for key, value in changes.items()))
 
     def mufu(**mix: float) -> float:
         return cycles_on(demand(mix, arch).beside).get("mufu", 0)
 
-    assert mufu(ffma=10) == 20 and mufu(fmnmx=10) == 10 and mufu(fsel=10) == 0
+    assert mufu(ffma=10) == 20 and mufu(fmnmx=10) == 10
+    assert mufu(fsel=10) == 5  # no longer than its port is busy
     assert mufu(ffma=10, ex2=2) == 16 + 20
     assert mufu(ffma=10, ex2=4) == 40  # no longer than the port is busy
     assert mufu(ffma=10, ex2=6) == 48  # exponentials set the pace: others find gaps
