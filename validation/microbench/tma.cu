@@ -221,6 +221,37 @@ void measure_latency(Buffer<char>& global, Buffer<uint32_t>& out) {
   }
 }
 
+// Reads `bytes` from `global`, so that L2 holds them and nothing that HBM has yet to take.
+__global__ void read_kernel(const uint4* global, size_t bytes, uint32_t* out) {
+  uint32_t sum = 0;
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < bytes / 16; i += gridDim.x * blockDim.x)
+    sum += global[i].x;
+  if (sum == 1) out[0] = sum;
+}
+
+// Copies of 16 KiB, one after the other through memory as tiles of K and V are: from L2, and from HBM.
+void measure_miss(Buffer<char>& global, Buffer<uint32_t>& out) {
+  constexpr int kBytes = 16384, kCount = 256;
+  auto kernel = latency_kernel<true>;
+  char* fresh = global.data + (size_t(2560) << 20);  // a part of the buffer that no copy has touched before
+  std::vector<double> cycles[2];
+  for (int launch = 0; launch < 4; ++launch) {
+    read_kernel<<<132, 512>>>(reinterpret_cast<const uint4*>(global.data), size_t(256) << 20, out.data);
+    for (bool miss : {true, false}) {
+      CUtensorMap map = make_map(fresh, size_t(kCount) * kBytes, kBytes);
+      kernel<<<1, 32, kSmem>>>(map, fresh, kBytes, kBytes, kCount, out.data);
+      sync_and_check();
+      auto host = out.read();
+      cycles[miss].insert(cycles[miss].end(), host.begin() + 8, host.begin() + kCount);
+    }
+    fresh += kCount * kBytes;
+  }
+  for (bool miss : {false, true})
+    for (int tenth = 0; tenth < 10; ++tenth)
+      Row("tma_miss")("bytes", kBytes)("from", miss ? "hbm" : "l2")("quantile", 0.1 * tenth + 0.05)(
+          "cycles", quantile(cycles[miss], 0.1 * tenth + 0.05));
+}
+
 template <bool kTensor>
 void measure_issue(Buffer<char>& global, Buffer<uint32_t>& out) {
   auto kernel = issue_kernel<kTensor>;
@@ -283,6 +314,8 @@ int main() {
   Buffer<uint32_t> out(256);
   table("tma_latency", "one copy from arming the mbarrier to the successful wait, by size",
         {{"copy", ""}, {"bytes", "bytes"}, {"from", ""}, {"cycles", "cycles"}, {"p10", "cycles"}, {"p90", "cycles"}});
+  table("tma_miss", "tensor copies as in tma_latency, one after the other through 16 MB: 992 of each kind",
+        {{"bytes", "bytes"}, {"from", ""}, {"quantile", ""}, {"cycles", "cycles"}});
   table("tma_issue", "one elected thread issues copies without waiting: interval of issue and of completion (L2 hits)",
         {{"copy", ""},
          {"bytes", "bytes"},
@@ -301,6 +334,7 @@ int main() {
          {"written", "cycles"}});
   measure_latency<false>(global, out);
   measure_latency<true>(global, out);
+  measure_miss(global, out);
   measure_issue<false>(global, out);
   measure_issue<true>(global, out);
   measure_multicast(global, out);
