@@ -226,8 +226,8 @@ class Interference(_Table):
     """Widths n of a wgmma m64nNk16 at which the next is given; linear in between, constant outside."""
     absorbed_per_cycle: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
     """Delay that a running MMA makes up for per cycle, by width: sparse FMA instructions cost it nothing."""
-    absorbed_burst_cycles: NonNegativeFloat
-    """Delay that an MMA stream can have absorbed in advance: a burst this long costs it nothing."""
+    absorbed_ahead_cycles: NonNegativeFloat
+    """An MMA stream can have absorbed in advance what it absorbs in this time: a short burst costs it little."""
 
     @model_validator(mode="after")
     def _widths(self) -> Self:
@@ -348,6 +348,10 @@ class Hbm(_Table):
     achieved_bytes_per_second: PositiveFloat
     latency_cycles: PositiveFloat
     """Whole latency of a miss as a load sees it, L2 included."""
+    slowest_line_cycles: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False, min_length=10, max_length=10)] = (
+        0.0,
+    ) * 10
+    """What a copy of 16 KiB, which is there when its slowest line is, takes beyond that: ten equally likely values."""
 
 
 class Atomics(_Table):

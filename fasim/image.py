@@ -50,6 +50,10 @@ CODE_WIDTH = 14
 SINGLE, STATIC, DYNAMIC = 0, 1, 2
 
 
+#: Equally likely latencies of the slowest line of a copy from HBM, and the bytes of it that draw one together.
+MISS_DRAWS, MISS_BYTES = 10, 16384
+
+
 class Machine(NamedTuple):
     """Scalars of the machine and the grid, in ticks and bytes."""
 
@@ -73,6 +77,7 @@ class Machine(NamedTuple):
     store_latency: int
     multicast_latency: int
     miss_latency: int  # what an L2 miss adds
+    slowest_line: tuple[int, ...]  # and the slowest line of MISS_BYTES: MISS_DRAWS equally likely values
     ingress_rate: int  # ticks per 2**20 bytes into one SM
     egress_rate: int  # the same out of it (TMA stores)
     l2_rate: int  # ticks per 2**20 bytes, chip
@@ -81,7 +86,7 @@ class Machine(NamedTuple):
     l2_bytes: int  # capacity
     l2_partitions: int  # an SM group is on the side of one of them
     l2_coalescers: int  # an SM group loads through one of them, if there are any
-    mma_credit: int  # delay an MMA stream can have absorbed in advance
+    mma_ahead: int  # an MMA stream can have absorbed in advance what it absorbs in this time
 
 
 RATE_SHIFT = 20

@@ -398,6 +398,7 @@ def _machine(
         store_latency=ticks(tma.store_latency_cycles if tma else threads),
         multicast_latency=ticks(tma.multicast_extra_cycles if tma else 0.0),
         miss_latency=ticks(max(0.0, arch.hbm.latency_cycles - arch.l2.latency_cycles)),
+        slowest_line=tuple(ticks(extra) for extra in arch.hbm.slowest_line_cycles),
         ingress_rate=rate(tma.bytes_per_cycle if tma else arch.sm.smem.bytes_per_cycle / 2),
         egress_rate=rate(tma.store_bytes_per_cycle if tma else arch.sm.smem.bytes_per_cycle / 2),
         l2_rate=rate(arch.l2.bytes_per_cycle),
@@ -406,5 +407,5 @@ def _machine(
         l2_bytes=arch.l2.capacity_bytes,
         l2_partitions=arch.l2.partitions,
         l2_coalescers=arch.l2.coalescers,
-        mma_credit=ticks(sm.interference.absorbed_burst_cycles) if sm.interference else 0,
+        mma_ahead=ticks(sm.interference.absorbed_ahead_cycles) if sm.interference else 0,
     )

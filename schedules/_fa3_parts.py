@@ -29,6 +29,10 @@ from fasim.schedule import Barrier, Role, Tensor
 
 from ._fa3_order import FP8, OVERLAPPED, P_IN_SMEM, SERIAL, Order
 
+#: FMUL between the first two wgmma of QK where O is rescaled before PV: 74 to 90 in the SASS of FA3 and FA4, d192 and
+#: d256.
+FMUL_BEHIND_FIRST = 80.0
+
 #: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200 (O: 216 at
 #: d128). The stores themselves go out among the exponentials.
 FENCE_CYCLES = 209.0
@@ -103,12 +107,23 @@ class Config:
         return self.elements if self.exp else 0.0
 
 
-def qk(c: Role, cfg: Config) -> None:
-    """S = Q K of a block, issued and committed."""
+def qk(c: Role, cfg: Config, *, rescale: bool = False) -> None:
+    """S = Q K of a block, issued and committed; ``rescale``: O is rescaled for the PV that follows.
+
+    The compiler puts those FMUL between the first wgmma: 74 to 90 behind the first, the others behind the second.
+    """
     count = -(-cfg.d // cfg.depth)
-    options = dict(a="smem", dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
-    effect = Matmul("S", Smem("Q"), Smem("K"), transposed=True)
-    c.mma("QK", m=64, n=cfg.n, k=cfg.depth, count=count, effects=(effect,), **options)
+    early = min(FMUL_BEHIND_FIRST, cfg.dv / 2) if rescale else 0.0
+    options = dict(m=64, n=cfg.n, k=cfg.depth, a="smem", dtype=cfg.mma_dtype, slots=SLOTS_PER_WGMMA)
+    if rescale:
+        c.mma("QK", count=1, **options)
+        c.vector("rescale O", {"fmul": early}, effects=(Rescale("O"),))
+        count -= 1
+    if rescale and early < cfg.dv / 2:
+        c.mma("QK", count=1, **options)
+        c.vector("rescale O", {"fmul": cfg.dv / 2 - early})
+        count -= 1
+    c.mma("QK", count=count, effects=(Matmul("S", Smem("Q"), Smem("K"), transposed=True),), **options)
 
 
 def pv(c: Role, cfg: Config) -> None:

@@ -39,10 +39,7 @@ from ._fa4_grid import Order, grid
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a kernel, and the shares of EX2 and FFMA that the compiler places before the wait for PV.
-
-    ``p_in_smem``: P is an operand in shared memory instead of registers.
-    """
+    """Tile of a kernel; ``p_in_smem``: P is an operand in shared memory instead of registers."""
 
     m: int
     n: int
@@ -132,7 +129,7 @@ def hopper_kernel(problem: Problem, arch: Arch, packed: bool) -> Kernel:
                 _step(r, c, sequence, k_ring, v_ring, turn)
             r.release(q_ring)
             if c.rescale_early:
-                _rescale(r, c)
+                r.vector("rescale O", {"fmul": c.dv / 2}, effects=(Rescale("O"),))
             r.wait(v_ring)
             pv(r, c)
             r.wait_mma(0, "wait PV")
@@ -165,16 +162,11 @@ def _config(problem: Problem, shape: Shape) -> Config:
 
 
 def _step(r: Role, c: Config, sequence: Softmax, k_ring: Ring, v_ring: Ring, turn: Barrier) -> None:
-    """QK of this block, PV of the last, softmax; the compiler waits for PV among the exponentials.
-
-    Where O is rescaled before PV, all but the first one or two wgmma of QK stand behind the rescale.
-    """
+    """QK of this block, PV of the last, softmax; the compiler waits for PV among the exponentials."""
     r.wait(k_ring)  # all warps poll, before they wait for their turn
     if c.pingpong:
         r.wait_barrier(turn, "own", label="wait turn")
-    if c.rescale_early:
-        _rescale(r, c)
-    qk(r, c)
+    qk(r, c, rescale=c.rescale_early)
     r.wait(v_ring)
     pv(r, c)
     if c.pingpong:
@@ -189,10 +181,6 @@ def _step(r: Role, c: Config, sequence: Softmax, k_ring: Ring, v_ring: Ring, tur
 
     exp_to_p(r, c, sequence, SCALE, rescale=not c.rescale_early, between=wait_pv)
     r.delay("loop", LOOP_CYCLES, "issue")
-
-
-def _rescale(r: Role, c: Config) -> None:
-    r.vector("rescale O", {"fmul": c.dv / 2}, effects=(Rescale("O"),))
 
 
 def _row_max(r: Role, c: Config, sequence: Softmax, masked: bool) -> None:

@@ -7,9 +7,8 @@ warpgroup meanwhile (ping-pong: named barriers hand the right to issue around), 
 own PV still runs while its row maximum is taken (overlap). KV blocks are visited last to first.
 FP8 (e4m3) has wider tiles and a producer warpgroup that transposes V. Splits cut the keys of a tile
 into parts that a second kernel adds (decoding); heads of a group then share tiles. The first release, which the paper
-measured, draws causal tiles in their natural order, takes a turn for the first QK too, rescales O between the two
-MMAs, and in
-FP8 runs QK, softmax and PV one after the other, with turns for QK alone.
+measured, draws causal tiles in their natural order, takes a turn for the first QK too, rescales O before PV at
+every head dim, and in FP8 runs QK, softmax and PV one after the other, with turns for QK alone.
 
 Sources: the hopper/ folder of Dao-AILab/flash-attention at 0251105a (tile_size.h,
 mainloop_fwd_sm90_tma_gmma_ws.hpp, tile_scheduler.hpp) for tiles, roles, barriers and order, at 7f67966c and
@@ -246,9 +245,7 @@ def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Bar
     _wait_polled(c, k_ring, not cfg.pingpong)
     if cfg.pingpong:
         c.wait_barrier(turn, "own", label="wait turn")
-    qk(c, cfg)
-    if cfg.rescale_early:
-        c.vector("rescale O", {"fmul": cfg.dv / 2}, effects=(Rescale("O"),))
+    qk(c, cfg, rescale=cfg.rescale_early)
     _wait_polled(c, v_ring, not cfg.pingpong)
     pv(c, cfg)
     if cfg.pingpong:

@@ -110,7 +110,7 @@ VARIED = {
     "sm.interference.ffma_delay_cycles": (0, 1, 2.5),
     "sm.interference.alu_delay_cycles": (0, 0.3),
     "sm.interference.absorbed_per_cycle": ([0], [0.1]),
-    "sm.interference.absorbed_burst_cycles": (0, 7),
+    "sm.interference.absorbed_ahead_cycles": (0, 70),
     "sm.issue.stall_cycles": (0, 0.24),
     "l2.capacity_bytes": (4096,),
     "l2.partitions": (1, 2, 3),

@@ -47,10 +47,10 @@ def multicast(tiles: int) -> Kernel:
 def test_arrivals_of_an_ended_cluster_do_not_reach_its_successor():
     """The remote release of the last stage is still under way when the CTAs end."""
     assert [line for line in log(multicast(4)) if "(empty)" in line] == [
-        "109-358 SM0 p: wait X empty (empty)",
-        "109-358 SM1 p: wait X empty (empty)",
-        "585-774 SM0 p: wait X empty (empty)",  # as long but for the 60 of the L2 miss
-        "585-774 SM1 p: wait X empty (empty)",
+        "109-364 SM0 p: wait X empty (empty)",
+        "109-364 SM1 p: wait X empty (empty)",
+        "591-780 SM0 p: wait X empty (empty)",  # as long but for the 60 of the L2 miss
+        "591-780 SM1 p: wait X empty (empty)",
     ]
 
 

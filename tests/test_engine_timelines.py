@@ -1,7 +1,7 @@
 """What every instruction does, to the cycle, on hand-made kernels. Both engines run each of them (``log``, ``both``).
 
 The numbers are those of ``toy.toml``: CTAs start at 100, 110, ... and a load of 1024 bytes takes 4 at L2,
-16 at HBM plus 60 for the miss, 8 into the SM, and 100 on the way.
+16 at HBM plus 60 for the miss, then 8 into the SM, and 100 on the way.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def test_ring_of_one_stage():
     ring = k.ring(k.tensor("K", 1, 1024, "shared"), 1024, 1, consumers=1)
     assert log(ring_kernel(k, ring)) == [
         "100-105 producer: wait K empty (issue)",  # the first round passes: only the poll
-        "100-291 consumer: wait K (full)",  # 105 + 16 HBM + 60 miss + 100 = 281, + 10 to wake
+        "100-299 consumer: wait K (full)",  # 105 + 16 HBM + 60 miss + 8 + 100 = 289, + 10 to wake
         "105-109 producer: load K (issue)",
         "105-113 tma: load K",
-        "109-331 producer: wait K empty (empty)",  # released at 321, + 10 to wake
-        "291-321 consumer: use (dependency)",
-        "321-449 consumer: wait K (full)",  # a hit: 331 + 8 + 100 + 10
-        "331-335 producer: load K (issue)",
-        "331-339 tma: load K",
-        "449-479 consumer: use (dependency)",
+        "109-339 producer: wait K empty (empty)",  # released at 329, + 10 to wake
+        "299-329 consumer: use (dependency)",
+        "329-461 consumer: wait K (full)",  # a hit: 339 + 4 + 8 + 100 + 10
+        "339-343 producer: load K (issue)",
+        "339-347 tma: load K",
+        "461-491 consumer: use (dependency)",
     ]
 
 
@@ -59,17 +59,17 @@ def test_ring_of_two_stages_runs_ahead():
     ring = k.ring(k.tensor("K", 1, 1024, "shared"), 1024, 2, consumers=1)
     assert log(ring_kernel(k, ring), units=False) == [
         "100-105 producer: wait K empty (issue)",
-        "100-291 consumer: wait K (full)",
+        "100-299 consumer: wait K (full)",
         "105-109 producer: load K (issue)",
         "109-114 producer: wait K empty (issue)",  # the second stage is free as well
-        "114-118 producer: load K (issue)",  # the line is on its way: the hit waits for it, done at 281
-        "118-331 producer: wait K empty (empty)",  # the first stage again
-        "291-321 consumer: use (dependency)",
-        "321-326 consumer: wait K (issue)",  # full already: only the poll
-        "326-356 consumer: use (dependency)",
-        "331-335 producer: load K (issue)",
-        "356-449 consumer: wait K (full)",
-        "449-479 consumer: use (dependency)",
+        "114-118 producer: load K (issue)",  # the line is on its way: the hit waits for it, done at 289
+        "118-339 producer: wait K empty (empty)",  # the first stage again
+        "299-329 consumer: use (dependency)",
+        "329-334 consumer: wait K (issue)",  # full already: only the poll
+        "334-364 consumer: use (dependency)",
+        "339-343 producer: load K (issue)",
+        "364-461 consumer: wait K (full)",
+        "461-491 consumer: use (dependency)",
     ]
 
 
@@ -254,18 +254,18 @@ def test_mma_and_vector_work_slow_each_other_down():
 
 
 @pytest.mark.parametrize(
-    ("absorbed", "credit", "before", "after", "extra"),
+    ("absorbed", "ahead", "before", "after", "extra"),
     [
         (0, 0, 0, 0, 4),
         (0.125, 0, 0, 0, 3),  # 8 cycles of work absorb one
         (0.125, 0, 0, 24, 0),
         (0.125, 0, 16, 0, 3),  # nothing is absorbed in advance,
-        (0.125, 10, 16, 0, 0),  # except up to the credit: 24 + 8 cycles make 4
-        (0.125, 2, 16, 0, 1),
+        (0.125, 80, 16, 0, 0),  # but for what can be ahead: 24 + 8 cycles make 4
+        (0.125, 16, 16, 0, 1),
     ],
 )
-def test_a_running_mma_absorbs_delay(absorbed, credit, before, after, extra):
-    k = kernel(interfering(ffma_delay_cycles=0.5, absorbed_per_cycle=[absorbed], absorbed_burst_cycles=credit))
+def test_a_running_mma_absorbs_delay(absorbed, ahead, before, after, extra):
+    k = kernel(interfering(ffma_delay_cycles=0.5, absorbed_per_cycle=[absorbed], absorbed_ahead_cycles=ahead))
     with k.role("wg", warpgroups=1, registers=24) as c, c.tiles():
         c.mma("QK", m=64, n=128, k=16, count=1)  # goes on at 108
         c.delay("before", before)
@@ -276,7 +276,7 @@ def test_a_running_mma_absorbs_delay(absorbed, credit, before, after, extra):
 
 
 def test_nothing_absorbs_fmul_between_exponentials():
-    k = kernel(interfering(fmul_stop_cycles=0.5, absorbed_per_cycle=[1], absorbed_burst_cycles=20))
+    k = kernel(interfering(fmul_stop_cycles=0.5, absorbed_per_cycle=[1], absorbed_ahead_cycles=20))
     with k.role("wg", warpgroups=1, registers=24) as c, c.tiles():
         c.mma("QK", m=64, n=128, k=16, count=1)
         c.vector("exp, rescale", {"ex2": 1, "fmul": 8})
@@ -336,12 +336,12 @@ def test_l2_hit_miss_and_store():
     assert log(k) == [
         "100-104 w: load X (issue)",
         "100-108 tma: load X",
-        "104-276 w: wait loads (memory)",  # 100 + 16 + 60 + 100
-        "276-280 w: load X (issue)",
-        "276-284 tma: load X",
-        "280-384 w: wait loads (memory)",  # 276 + 8 + 100
-        "384-388 w: store X (issue)",
-        "388-480 w: wait stores (memory)",  # 384 + 16 at 64 B/cycle + 80: the source has been read
+        "104-284 w: wait loads (memory)",  # 100 + 16 + 60 + 8 + 100
+        "284-288 w: load X (issue)",
+        "284-292 tma: load X",
+        "288-396 w: wait loads (memory)",  # 284 + 4 + 8 + 100
+        "396-400 w: store X (issue)",
+        "400-492 w: wait stores (memory)",  # 396 + 16 at 64 B/cycle + 80: the source has been read
     ]
     assert counters(k) == dict(zip(COUNTERS, (2048, 1024, 1024, 0, 0, 2048, 1, 1), strict=True))
 
@@ -358,7 +358,7 @@ def test_copies_by_threads_take_their_own_issue_and_latency():
         w.wait_copies("load")
     assert log(k, units=False) == [
         "100-108 w: cp.async X (issue)",
-        "108-344 w: wait loads (memory)",  # 100 + 64 HBM + 60 + 90 L2 + 30
+        "108-376 w: wait loads (memory)",  # 100 + 64 HBM + 60 + 32 into the SM + 90 L2 + 30
     ]
 
 
@@ -369,7 +369,7 @@ def test_reduce_takes_the_slower_l2_path_and_no_hbm():
         w.copy("reduce X", x, 1024, "reduce")
         w.copy("load X", x, 1024, "load")  # another line; L2 is free at 116
         w.wait_copies("load")
-    assert log(k, units=False)[-1] == "108-280 w: wait loads (memory)"  # 104 + 16 + 60 + 100
+    assert log(k, units=False)[-1] == "108-288 w: wait loads (memory)"  # 104 + 16 + 60 + 8 + 100
 
 
 def test_a_dirty_line_goes_to_hbm_when_it_is_displaced():
@@ -386,7 +386,7 @@ def test_a_dirty_line_goes_to_hbm_when_it_is_displaced():
         "108-212 w: wait stores (memory)",  # 100 + 2 x 16 out of the SM + 80; HBM is not used
         "212-216 w: load Y (issue)",
         "216-220 w: load Y (issue)",
-        "220-420 w: wait loads (memory)",  # 212 + 16 + 16 for X0, + 16 + 60 + 100; X1 after it
+        "220-428 w: wait loads (memory)",  # 212 + 16 + 16 for X0, + 16 + 60 + 8 + 100; X1 after it
     ]
     assert counters(k)["hbm_write_bytes"] == 2048
 
@@ -483,8 +483,25 @@ def test_chips_memory_serves_sms_in_their_order():
         w.copy("load X", x, 1024, "load")
         w.wait_copies("load")
     assert log(k, units=False)[2:] == [
-        "104-276 SM0 w: wait loads (memory)",
-        "104-292 SM1 w: wait loads (memory)",  # 16 more behind SM0 at HBM
+        "104-284 SM0 w: wait loads (memory)",
+        "104-300 SM1 w: wait loads (memory)",  # 16 more behind SM0 at HBM
+    ]
+
+
+def test_a_copy_is_there_when_its_slowest_line_is():
+    k = kernel(toy_arch(f"hbm.slowest_line_cycles={[0, 10, 20, 30, 40, 50, 60, 70, 80, 90]}"), trips=6)
+    x = k.tensor("X", 6, 1024, "shared", 1)
+    with k.role("w", warps=1, registers=24) as w, w.tiles(), w.loop("trips"):
+        w.copy("load X", x, 1024, "load")
+        w.wait_copies("load")
+    waits = [line for line in log(k, units=False) if "wait" in line]
+    assert waits == [  # 180 + what the line draws
+        "104-284 w: wait loads (memory)",
+        "288-468 w: wait loads (memory)",
+        "472-672 w: wait loads (memory)",
+        "676-856 w: wait loads (memory)",
+        "860-1130 w: wait loads (memory)",
+        "1134-1374 w: wait loads (memory)",
     ]
 
 
@@ -494,7 +511,10 @@ def test_a_line_on_its_way_is_not_fetched_twice():
     with k.role("w", warps=1, registers=24) as w, w.tiles():
         w.copy("load X", x, 1024, "load")
         w.wait_copies("load")
-    assert log(k, units=False)[2:] == ["104-276 SM0 w: wait loads (memory)", "104-276 SM1 w: wait loads (memory)"]
+    assert log(k, units=False)[2:] == [
+        "104-284 SM0 w: wait loads (memory)",
+        "104-288 SM1 w: wait loads (memory)",  # L2 sends it to one after the other
+    ]
     assert counters(k)["hbm_read_bytes"] == 1024
 
 
@@ -505,17 +525,17 @@ def test_cluster_multicast_fills_and_waits_for_both():
     assert log(k, sm=1) == log(k, sm=0)
     assert log(k, sm=0) == [
         "100-105 producer: wait K empty (issue)",
-        "100-311 consumer: wait K (full)",  # 105 + 8 HBM each + 8 + 60 + 100 + 20 multicast + 10
+        "100-315 consumer: wait K (full)",  # 105 + 8 HBM each + 8 + 60 + 4 + 100 + 20 multicast + 10
         "105-109 producer: load K (issue)",
         "105-109 tma: load K",  # 512 bytes from either CTA into both
-        "109-366 producer: wait K empty (empty)",  # 341 + 15 from the other CTA + 10
+        "109-370 producer: wait K empty (empty)",  # 345 + 15 from the other CTA + 10
         "109-113 tma: load K",
-        "311-341 consumer: use (dependency)",
-        "341-504 consumer: wait K (full)",
-        "366-370 producer: load K (issue)",
-        "366-370 tma: load K",
+        "315-345 consumer: use (dependency)",
+        "345-508 consumer: wait K (full)",
+        "370-374 producer: load K (issue)",
         "370-374 tma: load K",
-        "504-534 consumer: use (dependency)",
+        "374-378 tma: load K",
+        "508-538 consumer: use (dependency)",
     ]
 
 
@@ -631,7 +651,7 @@ def test_deadlock_names_role_barrier_phase_and_time(engine):
     assert str(caught.value) == (
         "deadlock: nothing is left to do but these roles have not finished\n"
         "  SM 0 producer: waits for phase 1 of barrier 'K.empty' (0 complete) since cycle 109\n"
-        "  SM 0 consumer: waits for phase 2 of barrier 'K.full' (1 complete) since cycle 321\n"
+        "  SM 0 consumer: waits for phase 2 of barrier 'K.full' (1 complete) since cycle 329\n"
         "  who waits for whom: producer waits for 'K.empty' of consumer; consumer waits for 'K.full' of producer\n"
         "  and the same on 2 more SM groups"
     )

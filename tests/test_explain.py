@@ -131,7 +131,8 @@ def test_fa3_d64_is_limited_by_softmax_under_interference():
 def test_fa2_on_h100_is_limited_by_mma_sync_and_exposed_softmax(head_dim: int):
     found = explained("fa2", "h100", head_dim, batch=4)
     assert "tensor" in limits(found)
-    assert losses(found)["MMA rate"] > 10 and losses(found)["MMA interference"] > 10
+    exposed = losses(found)["MMA interference"] + losses(found)["barriers and dependencies"]
+    assert losses(found)["MMA rate"] > 10 and exposed > 20
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

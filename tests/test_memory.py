@@ -1,10 +1,12 @@
 """L2 and HBM by themselves: what is in L2 and what HBM has, after any sequence of requests."""
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fasim.engine import memory as mem
-from fasim.image import LOAD, REDUCE, STORE, Machine
+from fasim.image import LOAD, MISS_DRAWS, REDUCE, STORE, Machine
 
 LINES, CAPACITY = 9, 4000
 requests = st.lists(
@@ -18,7 +20,9 @@ def bytes_of(line: int) -> int:
 
 @given(requests, st.integers(1, 3))
 def test_nothing_is_lost_and_nothing_is_held_beyond_the_capacity(sequence: list[tuple[int, int, int]], partitions: int):
-    machine = Machine(*(1 for _ in Machine._fields))._replace(l2_bytes=CAPACITY, l2_partitions=partitions)
+    machine = Machine._make([1] * len(Machine._fields))._replace(
+        l2_bytes=CAPACITY, l2_partitions=partitions, slowest_line=(1,) * MISS_DRAWS
+    )
     m = mem.new_memory(LINES, machine)
     stored, dirty = 0, set[int]()
     for now, (line, kind, group) in enumerate(sequence):
@@ -35,3 +39,12 @@ def test_nothing_is_lost_and_nothing_is_held_beyond_the_capacity(sequence: list[
     for line in set(range(LINES)) - dirty:  # reads displace, and write no line that was not stored
         mem.access(machine, m, 100, line, bytes_of(line), LOAD, 0, 1)
     assert m.scalars[mem.HBM_WRITE] + m.dirty.sum() == everything
+
+
+def test_every_16_kib_of_a_line_draw_one_of_the_latencies():
+    machine = Machine._make([1] * len(Machine._fields))._replace(slowest_line=tuple(range(MISS_DRAWS)))
+    lines = 20000
+    small = np.bincount([mem.slowest_line(machine, line, 16384) for line in range(lines)])
+    assert np.abs(small / lines - 0.1).max() < 0.01
+    large = [mem.slowest_line(machine, line, 65536) for line in range(lines)]  # the largest of four
+    assert np.mean(large) == pytest.approx(sum(1 - (n / 10) ** 4 for n in range(1, 10)), rel=0.02)

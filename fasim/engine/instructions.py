@@ -134,7 +134,8 @@ def settle(m: Machine, st: State, g: int, sm: int, now: int) -> None:
     """Let the running MMA absorb debt since it was last looked at."""
     unit = st.sm[g, sm]
     absorbed = ((now - unit[AS_OF]) * unit[ABSORBED]) >> im.FRACTION_SHIFT
-    unit[OWED] = max(-m.mma_credit, unit[OWED] - absorbed)
+    ahead = (m.mma_ahead * unit[ABSORBED]) >> im.FRACTION_SHIFT
+    unit[OWED] = max(-ahead, unit[OWED] - absorbed)
     unit[AS_OF] = now
 
 
@@ -229,6 +230,7 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
     if row[im.C_MULTICAST] == 1:
         first, ranks = 0, m.cluster
         latency += m.multicast_latency
+    done += into_sm
     for r in range(first, first + ranks):
         st.sm[g, r, INGRESS_FREE] = max(start, st.sm[g, r, INGRESS_FREE]) + into_sm
         done = max(done, st.sm[g, r, INGRESS_FREE])

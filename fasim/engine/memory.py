@@ -6,7 +6,9 @@ a line that several SMs of a side read is copied there, as far as it belongs els
 In front of it, coalescers merge loads of a line that SMs of their GPC ask for while the first waits for L2.
 
 Chip bandwidths are first-come first-served servers: a request reserves the next free interval. A line
-that is still on its way from HBM is a hit that waits for it (a request is never sent twice).
+that is still on its way from HBM is a hit that waits for it (a request is never sent twice). How long HBM takes to
+answer differs from line to line; a copy is there when its slowest line is, and L2 sends it to those who wait for it
+one after the other.
 
 ``register_jitable`` lets the same text run as Python in the reference engine and be compiled into
 the other one.
@@ -19,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from fasim.image import LOAD, RATE_SHIFT, REDUCE, IntArray, Machine
+from fasim.image import LOAD, MISS_BYTES, MISS_DRAWS, RATE_SHIFT, REDUCE, IntArray, Machine
 
 # Indices of MemoryState.scalars: the servers' next free tick, LRU ends, and byte counters.
 L2_FREE, HBM_FREE, LRU_HEAD, LRU_TAIL, USED = range(5)
@@ -46,6 +48,7 @@ class MemoryState(NamedTuple):
     """Arrays of shape ``(lines,)``, ``(lines, coalescers)`` and ``(lines, partitions)``, and the scalars above."""
 
     ready: IntArray  # tick at which the line is in L2, ABSENT when it is not resident
+    sent: IntArray  # tick at which L2 has sent it to all who asked for it before it was there
     size: IntArray  # bytes, copies in other partitions included
     dirty: IntArray  # bytes stored that HBM does not have
     newer: IntArray  # LRU list towards the most recently used
@@ -59,10 +62,12 @@ def new_memory(lines: int, machine: Machine) -> MemoryState:
     """An empty L2 for ``lines`` distinct lines."""
     scalars = np.zeros(SCALARS, dtype=np.int64)
     scalars[LRU_HEAD] = scalars[LRU_TAIL] = -1
-    ready, size, dirty, newer, older = (np.full(max(1, lines), x, dtype=np.int64) for x in (ABSENT, 0, 0, -1, -1))
+    ready, sent, size, dirty, newer, older = (
+        np.full(max(1, lines), x, dtype=np.int64) for x in (ABSENT, 0, 0, 0, -1, -1)
+    )
     served = np.zeros((max(1, lines), machine.l2_coalescers), dtype=np.int64)
     reader = np.full((max(1, lines), machine.l2_partitions), NOBODY, dtype=np.int64)
-    return MemoryState(ready, size, dirty, newer, older, served, reader, scalars)
+    return MemoryState(ready, sent, size, dirty, newer, older, served, reader, scalars)
 
 
 def next_launch(m: MemoryState) -> None:
@@ -127,6 +132,21 @@ def _grow(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int) ->
 
 
 @register_jitable
+def slowest_line(machine: Machine, line: int, nbytes: int) -> int:
+    """Ticks by which the slowest part of a copy from HBM is later than a single load would be.
+
+    What DRAM is busy with, nobody knows: every MISS_BYTES draw one of the measured values, by a hash.
+    """
+    slowest = 0
+    for part in range(1 + (nbytes - 1) // MISS_BYTES):
+        x = ((line * 64 + part) * 2654435761) & 0xFFFFFFFF
+        x = ((x ^ (x >> 16)) * 2246822519) & 0xFFFFFFFF
+        x ^= x >> 13
+        slowest = max(slowest, machine.slowest_line[(x * MISS_DRAWS) >> 32])
+    return slowest
+
+
+@register_jitable
 def access(
     machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, kind: int, group: int, receivers: int
 ) -> int:
@@ -162,9 +182,13 @@ def access(
         m.served[line, gpc] = done
     if resident:
         s[HITS] += 1
+        if m.ready[line] > now:
+            m.sent[line] += (nbytes * rate) >> RATE_SHIFT
+            done = max(done, m.sent[line])
     else:
         s[MISSES] += 1
-        m.ready[line] = _hbm(machine, m, now, nbytes, HBM_READ) + machine.miss_latency
+        late = machine.miss_latency + slowest_line(machine, line, nbytes)
+        m.ready[line] = m.sent[line] = _hbm(machine, m, now, nbytes, HBM_READ) + late
     side = group % machine.l2_partitions
     elsewhere = nbytes - nbytes // machine.l2_partitions
     reader = m.reader[line, side]

@@ -218,7 +218,7 @@ class ReferenceEngine:
             self.count(row[im.K_ACTIVITY], now, 1)
             delay = int(self.image.mma_delay[index])
             if beside and delay > 0:
-                sm.settle(now, self.m.mma_credit)
+                sm.settle(now, self.m.mma_ahead)
                 sm.owed += delay
             if beside:
                 sm.stopped += int(self.image.mma_stop[index])
@@ -254,7 +254,7 @@ class ReferenceEngine:
         sms = [self.sms[agent.group][r] for r in ranks]
         start = max(self.now, *(sm.free[im.P_TENSOR] for sm in sms))
         for sm in sms:
-            sm.settle(self.now, self.m.mma_credit)
+            sm.settle(self.now, self.m.mma_ahead)
         end = start + row[im.M_TICKS] + max(max(0, sm.owed) + sm.stopped for sm in sms)
         for rank, sm in zip(ranks, sms, strict=True):
             sm.owed = min(0, sm.owed) if row[im.M_ABSORB] > 0 else 0
@@ -297,7 +297,7 @@ class ReferenceEngine:
             for rank in ranks:
                 other = self.sms[agent.group][rank]
                 other.ingress_free = max(start, other.ingress_free) + into_sm
-                done = max(done, other.ingress_free)
+            done = max(done + into_sm, *(self.sms[agent.group][rank].ingress_free for rank in ranks))
             for rank in ranks:
                 end = self.sms[agent.group][rank].ingress_free
                 self.record(agent, m.agents + 1, end - into_sm, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)

@@ -23,10 +23,10 @@ class Sm:
     ingress_free: int = 0
     egress_free: int = 0
 
-    def settle(self, now: int, credit: int) -> None:
-        """Let the running MMA absorb delay since the last look."""
+    def settle(self, now: int, ahead: int) -> None:
+        """Let the running MMA absorb delay since the last look; in advance as much as in ``ahead`` ticks."""
         gone = ((now - self.owed_at) * self.absorbed) >> im.FRACTION_SHIFT
-        self.owed = max(-credit, self.owed - gone)
+        self.owed = max(-((ahead * self.absorbed) >> im.FRACTION_SHIFT), self.owed - gone)
         self.owed_at = now
 
 

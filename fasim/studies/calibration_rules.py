@@ -188,6 +188,15 @@ def _hbm_latency(results: Microbench) -> Estimate:
     return centre(results.column("memory.latency_by_set", "cycles", note="L2 flushed, no line read twice"))
 
 
+def _slowest_line(results: Microbench) -> Estimate:
+    """Copies of 16 KiB from HBM less such from L2, beyond what a single load takes longer; ten quantiles."""
+    from_l2, missed = (results.column("tma.tma_miss", "cycles", **{"from": source}) for source in ("l2", "hbm"))
+    single = _hbm_latency(results).value, _l2_latency(results).value
+    assert isinstance(single[0], float) and isinstance(single[1], float)
+    extra = missed - np.median(from_l2) - (single[0] - single[1])
+    return Estimate(tuple(map(float, np.maximum(0.0, extra))), float(np.std(from_l2)), len(missed))
+
+
 def _reduce_rate(results: Microbench) -> Estimate:
     """Bulk FP32 reduce-add by all SMs, a tile shared by 1 to 8 CTAs."""
     return centre(results.column("atomics.reduce_add", "chip", op="bulk reduce f32", ctas=132))
@@ -240,6 +249,7 @@ RULES = (
     Rule("sm.interference.alu_delay_cycles", "softmax", partial(wgmma.part_delay, "row max", np.median), 0.1),
     Rule("sm.interference.fmul_stop_cycles", "softmax", wgmma.fmul_stop, 0.1),
     Rule("sm.interference.absorbed_per_cycle", "corun", wgmma.absorbed, 0.01),
+    Rule("sm.interference.absorbed_ahead_cycles", "corun", wgmma.absorbed_ahead, 10),
     # copies
     Rule("sm.tma.issue_interval_cycles", "tma", _issue_interval),
     Rule("sm.tma.latency_cycles", "tma", _load_latency, 20),
@@ -262,6 +272,7 @@ RULES = (
     Rule("l2.latency_cycles", "memory", _l2_latency, of_the_chip=True),
     Rule("hbm.achieved_bytes_per_second", "memory", _hbm_rate, 1e11, of_the_chip=True),
     Rule("hbm.latency_cycles", "memory", _hbm_latency, 10, of_the_chip=True),
+    Rule("hbm.slowest_line_cycles", "tma", _slowest_line, 10),
     Rule("atomics.reduce_bytes_per_cycle", "atomics", _reduce_rate, 100, of_the_chip=True),
     # life of a CTA
     Rule("launch.ramp_ns", "launch", _ramp, 10),

@@ -125,3 +125,17 @@ def absorbed(results: Microbench) -> Estimate:
         lambda p: np.maximum(0.0, owed - p[width] * alone), beside - alone, (0.1, 0.2, 0.2), (1.0, 1.0, 1.0)
     )
     return Estimate((0.0, *map(float, found)), residual, len(n), "fitted")
+
+
+def absorbed_ahead(results: Microbench) -> Estimate:
+    """Cycles of absorption in advance: bursts of 64 FFMA at n = 128, so far apart that each finds all of it.
+
+    What a burst owes and the MMA does not lose was absorbed while the burst lasted, or in advance.
+    """
+    where = {"vector": "ffma", "vector_groups": 1, "n": 128, "idle_hops": (16, 24)}
+    lost = results.column("corun.corun_duty", "mma_delay_per_vector_instr", **where)
+    saved = 64 * (np.asarray(delay("ffma", results).value) - lost)
+    rate = absorbed(results).value
+    lasts = 64 * np.asarray(port(1, results).value)
+    assert isinstance(rate, tuple)
+    return centre(saved / rate[1] - lasts, np.mean)

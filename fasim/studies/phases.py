@@ -130,7 +130,7 @@ def _iterations(
     end = ready = 0
     before = ""
     for name, reason, tile, first, last in slices:
-        if name == "QK" and before != "QK":
+        if name == "QK" and before != "QK" and (start is None or end):
             start, end = first, 0 if overlapped else last
         elif name == ("PV" if overlapped else "QK") and start is not None:
             end = ready = last
