@@ -351,7 +351,7 @@ class Hbm(_Table):
     slowest_line_cycles: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False, min_length=10, max_length=10)] = (
         0.0,
     ) * 10
-    """What a copy of 16 KiB, which is there when its slowest line is, takes beyond that: ten equally likely values."""
+    """What 16 KiB by TMA, which are there when their slowest line is, take beyond that: ten equally likely values."""
 
 
 class Atomics(_Table):

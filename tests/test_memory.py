@@ -26,7 +26,7 @@ def test_nothing_is_lost_and_nothing_is_held_beyond_the_capacity(sequence: list[
     m = mem.new_memory(LINES, machine)
     stored, dirty = 0, set[int]()
     for now, (line, kind, group) in enumerate(sequence):
-        assert mem.access(machine, m, now, line, bytes_of(line), kind, group, 1) >= now
+        assert mem.access(machine, m, now, line, bytes_of(line), kind, group, 1, True) >= now
         dirty |= {line} if kind != LOAD else set()
         stored += bytes_of(line) if kind != LOAD else 0
         resident = [x for x in range(LINES) if m.ready[x] != mem.ABSENT]
@@ -37,7 +37,7 @@ def test_nothing_is_lost_and_nothing_is_held_beyond_the_capacity(sequence: list[
         assert sum(map(bytes_of, dirty)) <= m.scalars[mem.HBM_WRITE] + behind <= stored
     everything = m.scalars[mem.HBM_WRITE] + m.dirty.sum()
     for line in set(range(LINES)) - dirty:  # reads displace, and write no line that was not stored
-        mem.access(machine, m, 100, line, bytes_of(line), LOAD, 0, 1)
+        mem.access(machine, m, 100, line, bytes_of(line), LOAD, 0, 1, True)
     assert m.scalars[mem.HBM_WRITE] + m.dirty.sum() == everything
 
 

@@ -214,7 +214,7 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
         st.sm[g, sm, TMA_FREE] = start + row[im.C_ISSUE]
     hbm_bytes = ms.scalars[mem.HBM_READ] + ms.scalars[mem.HBM_WRITE]
     receivers = m.cluster if row[im.C_MULTICAST] == 1 else 1
-    done = mem.access(m, ms, start, line, nbytes, kind, g, receivers)
+    done = mem.access(m, ms, start, line, nbytes, kind, g, receivers, not threads)
     hbm_bytes = ms.scalars[mem.HBM_READ] + ms.scalars[mem.HBM_WRITE] - hbm_bytes
     count(st, st.bins.shape[1] - 1, start, (hbm_bytes * m.hbm_rate) >> im.RATE_SHIFT)
     count(st, row[im.K_ACTIVITY], start, 1)

@@ -7,8 +7,8 @@ In front of it, coalescers merge loads of a line that SMs of their GPC ask for w
 
 Chip bandwidths are first-come first-served servers: a request reserves the next free interval. A line
 that is still on its way from HBM is a hit that waits for it (a request is never sent twice). How long HBM takes to
-answer differs from line to line; a copy is there when its slowest line is, and L2 sends it to those who wait for it
-one after the other.
+answer differs from line to line; a copy by TMA is there when its slowest line is, while threads go on one by one. L2
+sends a line to those who wait for it one after the other.
 
 ``register_jitable`` lets the same text run as Python in the reference engine and be compiled into
 the other one.
@@ -148,12 +148,21 @@ def slowest_line(machine: Machine, line: int, nbytes: int) -> int:
 
 @register_jitable
 def access(
-    machine: Machine, m: MemoryState, now: int, line: int, nbytes: int, kind: int, group: int, receivers: int
+    machine: Machine,
+    m: MemoryState,
+    now: int,
+    line: int,
+    nbytes: int,
+    kind: int,
+    group: int,
+    receivers: int,
+    tma: bool,
 ) -> int:
     """Serve one request of an SM group at tick ``now``; returns the tick at which L2 has sent or taken the data.
 
     Latencies of the way to and from the SM are the caller's. A load goes to ``receivers`` SMs; those to several are not
-    merged. A store makes the line dirty; one that displaces dirty lines waits until HBM has taken them.
+    merged. A load by TMA waits for its slowest line. A store makes the line dirty; one that displaces dirty lines waits
+    until HBM has taken them.
     """
     s = m.scalars
     if kind == LOAD:
@@ -187,7 +196,7 @@ def access(
             done = max(done, m.sent[line])
     else:
         s[MISSES] += 1
-        late = machine.miss_latency + slowest_line(machine, line, nbytes)
+        late = machine.miss_latency + (slowest_line(machine, line, nbytes) if tma else 0)
         m.ready[line] = m.sent[line] = _hbm(machine, m, now, nbytes, HBM_READ) + late
     side = group % machine.l2_partitions
     elsewhere = nbytes - nbytes // machine.l2_partitions

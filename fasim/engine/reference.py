@@ -282,7 +282,8 @@ class ReferenceEngine:
             sm.tma_free = start + row[im.C_ISSUE]
         before = self.hbm_bytes()
         receivers = m.cluster if row[im.C_MULTICAST] else 1
-        done = int(mem.access(m, self.memory, start, line, nbytes, kind, agent.group, receivers))
+        tma = not row[im.C_ENGINE]
+        done = int(mem.access(m, self.memory, start, line, nbytes, kind, agent.group, receivers, tma))
         self.count(-1, start, ((self.hbm_bytes() - before) * m.hbm_rate) >> im.RATE_SHIFT)
         self.count(row[im.K_ACTIVITY], start, 1)
         into_sm = (nbytes * m.ingress_rate) >> im.RATE_SHIFT
