@@ -77,7 +77,6 @@ class Machine(NamedTuple):
     store_latency: int
     multicast_latency: int
     miss_latency: int  # what an L2 miss adds
-    slowest_line: tuple[int, ...]  # and the slowest line of MISS_BYTES: MISS_DRAWS equally likely values
     ingress_rate: int  # ticks per 2**20 bytes into one SM
     egress_rate: int  # the same out of it (TMA stores)
     l2_rate: int  # ticks per 2**20 bytes, chip
@@ -106,6 +105,7 @@ class Image:
     ``entry[a]`` is the first instruction of agent ``a``, ``need[b]`` the arrivals per phase of
     barrier ``b``. ``tiles[row, column]``: trip counts and first lines of a work tile.
     ``line_base[t]`` and ``line_end[t]``: first L2 line of tensor ``t``, and one past its last.
+    ``slowest_line``: ticks by which the slowest line of MISS_BYTES by TMA is later; MISS_DRAWS equally likely values.
     """
 
     machine: Machine
@@ -120,6 +120,7 @@ class Image:
     tiles: IntArray
     line_base: IntArray
     line_end: IntArray
+    slowest_line: IntArray
     lines: int
     names: tuple[str, ...]
     agents: tuple[str, ...]  # track names, "consumer0"

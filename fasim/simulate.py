@@ -185,7 +185,7 @@ def execute(
         first, last = trace.cycles or (0, 2**40)
         window = TraceWindow(trace.sms, (first * im.TICKS, last * im.TICKS), trace.limit)
     run = _engine(engine)
-    memory = new_memory(images[0].lines, images[0].machine)
+    memory = new_memory(images[0].lines, images[0].machine, images[0].slowest_line)
     results = []
     ended = brought = 0
     for image, host in zip(images, host_ticks or [0] * len(images), strict=True):

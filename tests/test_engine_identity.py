@@ -54,7 +54,7 @@ def test_random_launches_one_after_the_other(one: Plan, two: Plan):
     images = [lower(plan.build(*chip), TOY_MHZ) for plan in (one, two)]
     results = []
     for engine in (reference, compiled):
-        memory = new_memory(200, images[0].machine)
+        memory = new_memory(200, images[0].machine, images[0].slowest_line)
         results.append([])
         for image in images:
             results[-1].append(comparable(engine.run(image, everything(image), memory)))

@@ -413,7 +413,7 @@ def test_the_next_launch_writes_what_the_last_one_left():
                 w.copy(kind, x if kind == "store" else y, 1024, kind)
                 w.wait_copies(kind)
             image = lower(k, TOY_MHZ)
-            memory = memory or new_memory(2, image.machine)
+            memory = memory or new_memory(2, image.machine, image.slowest_line)
             raw = engine.run(image, memory=memory)
             written.append(dict(zip(COUNTERS, raw.memory.tolist(), strict=True))["hbm_write_bytes"])
             next_launch(memory)

@@ -273,10 +273,10 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
 
 def prepare() -> None:
     """Compile the engine, or load it, by running an empty grid."""
-    machine = Machine._make([1] * len(Machine._fields))._replace(grid=0, slowest_line=(1,) * im.MISS_DRAWS)
+    machine = Machine._make([1] * len(Machine._fields))._replace(grid=0)
     flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
     nothing = Image(
-        machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, 0, (), (), (), (), ()
+        machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, flat, 0, (), (), (), (), ()
     )
     run(nothing)
 
@@ -289,7 +289,7 @@ def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | 
     """
     m = image.machine
     st = new_state(image, window)
-    memory = memory or mem.new_memory(image.lines, image.machine)
+    memory = memory or mem.new_memory(image.lines, image.machine, image.slowest_line)
     _run(m, new_program(image, window), st, memory)
     if st.scalars[STATUS] == OVERFLOW:
         raise ModelError("a role starts copies or MMAs faster than its barriers can account for them (agenda overflow)")

@@ -55,11 +55,12 @@ class MemoryState(NamedTuple):
     older: IntArray
     served: IntArray  # tick at which L2 has served the last load that a coalescer passed on
     reader: IntArray  # who has read the line from the side of a partition
+    slowest: IntArray  # (MISS_DRAWS,) see image.Image.slowest_line
     scalars: IntArray
 
 
-def new_memory(lines: int, machine: Machine) -> MemoryState:
-    """An empty L2 for ``lines`` distinct lines."""
+def new_memory(lines: int, machine: Machine, slowest: IntArray) -> MemoryState:
+    """An empty L2 for ``lines`` distinct lines; ``slowest``: an image's ``slowest_line``."""
     scalars = np.zeros(SCALARS, dtype=np.int64)
     scalars[LRU_HEAD] = scalars[LRU_TAIL] = -1
     ready, sent, size, dirty, newer, older = (
@@ -67,7 +68,7 @@ def new_memory(lines: int, machine: Machine) -> MemoryState:
     )
     served = np.zeros((max(1, lines), machine.l2_coalescers), dtype=np.int64)
     reader = np.full((max(1, lines), machine.l2_partitions), NOBODY, dtype=np.int64)
-    return MemoryState(ready, sent, size, dirty, newer, older, served, reader, scalars)
+    return MemoryState(ready, sent, size, dirty, newer, older, served, reader, slowest, scalars)
 
 
 def next_launch(m: MemoryState) -> None:
@@ -132,7 +133,7 @@ def _grow(machine: Machine, m: MemoryState, now: int, line: int, nbytes: int) ->
 
 
 @register_jitable
-def slowest_line(machine: Machine, line: int, nbytes: int) -> int:
+def slowest_line(m: MemoryState, line: int, nbytes: int) -> int:
     """Ticks by which the slowest part of a copy from HBM is later than a single load would be.
 
     What DRAM is busy with, nobody knows: every MISS_BYTES draw one of the measured values, by a hash.
@@ -142,7 +143,7 @@ def slowest_line(machine: Machine, line: int, nbytes: int) -> int:
         x = ((line * 64 + part) * 2654435761) & 0xFFFFFFFF
         x = ((x ^ (x >> 16)) * 2246822519) & 0xFFFFFFFF
         x ^= x >> 13
-        slowest = max(slowest, machine.slowest_line[(x * MISS_DRAWS) >> 32])
+        slowest = max(slowest, m.slowest[(x * MISS_DRAWS) >> 32])
     return slowest
 
 
@@ -196,7 +197,7 @@ def access(
             done = max(done, m.sent[line])
     else:
         s[MISSES] += 1
-        late = machine.miss_latency + (slowest_line(machine, line, nbytes) if tma else 0)
+        late = machine.miss_latency + (slowest_line(m, line, nbytes) if tma else 0)
         m.ready[line] = m.sent[line] = _hbm(machine, m, now, nbytes, HBM_READ) + late
     side = group % machine.l2_partitions
     elsewhere = nbytes - nbytes // machine.l2_partitions

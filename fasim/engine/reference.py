@@ -37,7 +37,7 @@ class ReferenceEngine:
     ) -> None:
         self.image, self.m, self.window, self.observer = image, image.machine, window, observer
         self.env = simpy.Environment()
-        self.memory = memory or mem.new_memory(image.lines, image.machine)
+        self.memory = memory or mem.new_memory(image.lines, image.machine, image.slowest_line)
         self.next_cta, self.next_tile = 0, self.m.grid
         self.events = self.last = self.full_from = 0
         self.full_until: int | None = None

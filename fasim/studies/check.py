@@ -240,7 +240,8 @@ def _run(
     numerics: Numerics,
 ) -> tuple[float, bool]:
     """Execute kernels one after the other. Returns cycles and whether values had to stop."""
-    memory, ticks = new_memory(programs[0][0].lines, programs[0][0].machine), 0
+    first = programs[0][0]
+    memory, ticks = new_memory(first.lines, first.machine, first.slowest_line), 0
     for kernel, (image, ops) in zip(kernels, programs, strict=True):
         machine = Machine(kernel, image, ops, arrays, log, numerics) if annotated else None
         ticks += reference.run(image, NO_TRACE, memory, machine).ticks
