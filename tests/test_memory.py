@@ -20,7 +20,7 @@ def bytes_of(line: int) -> int:
 
 @given(requests, st.integers(1, 3))
 def test_nothing_is_lost_and_nothing_is_held_beyond_the_capacity(sequence: list[tuple[int, int, int]], partitions: int):
-    machine = Machine._make([1] * len(Machine._fields))._replace(l2_bytes=CAPACITY, l2_partitions=partitions)
+    machine = Machine(*(1 for _ in Machine._fields))._replace(l2_bytes=CAPACITY, l2_partitions=partitions)
     m = mem.new_memory(LINES, machine, np.ones(MISS_DRAWS, dtype=np.int64))
     stored, dirty = 0, set[int]()
     for now, (line, kind, group) in enumerate(sequence):
@@ -40,7 +40,7 @@ def test_nothing_is_lost_and_nothing_is_held_beyond_the_capacity(sequence: list[
 
 
 def test_every_16_kib_of_a_line_draw_one_of_the_latencies():
-    m = mem.new_memory(1, Machine._make([1] * len(Machine._fields)), np.arange(MISS_DRAWS, dtype=np.int64))
+    m = mem.new_memory(1, Machine(*(1 for _ in Machine._fields)), np.arange(MISS_DRAWS, dtype=np.int64))
     lines = 20000
     small = np.bincount([mem.slowest_line(m, line, 16384) for line in range(lines)])
     assert np.abs(small / lines - 0.1).max() < 0.01

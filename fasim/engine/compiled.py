@@ -273,7 +273,7 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
 
 def prepare() -> None:
     """Compile the engine, or load it, by running an empty grid."""
-    machine = Machine._make([1] * len(Machine._fields))._replace(grid=0)
+    machine = Machine(*(1 for _ in Machine._fields))._replace(grid=0)
     flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
     nothing = Image(
         machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, flat, 0, (), (), (), (), ()

@@ -182,7 +182,7 @@ def access(
     if kind != LOAD:
         s[L2_WRITE] += nbytes
         if not resident:
-            m.ready[line] = done
+            m.ready[line] = m.sent[line] = done
         m.dirty[line] = max(m.dirty[line], nbytes)
         done = max(done, _grow(machine, m, now, line, more))
         _make_newest(m, line)
