@@ -59,3 +59,11 @@ def test_what_shows_nothing_is_an_error(tables, monkeypatch):
         tables.value("rows", "fasim validate --data a.csv")
     with pytest.raises(SystemExit, match="no column"):
         list(tables.filled(["| `fasim run fa3` | cycle |", "|---|---|", "| `--arch h100` | 1 |"]))
+
+
+def test_what_the_deviations_name_as_data_exists():
+    lines = (ROOT / "validation" / "DEVIATIONS.md").read_text().splitlines()
+    seen_in = [line.split(" | ")[2] for line in lines if line.startswith("| ") and line.count(" | ") == 3]
+    commands = [cell.split("`")[1] for cell in seen_in if cell.startswith("`")]
+    assert len(commands) > 20
+    assert [words for words in commands if not (ROOT / words.split()[0]).is_file()] == []
