@@ -80,11 +80,9 @@ class _AgentEmitter:
             self.barrier_base[barrier.name] = base
             base += barrier.stages * max(1, barrier.per_instance)
 
-    def emit(self, kind: int, name: str, **operands: int) -> int:
+    def emit(self, kind: int, name: str) -> int:
         row = [0] * im.CODE_WIDTH
         row[im.K_KIND], row[im.K_NAME] = kind, self.tables.name(name)
-        for key, value in operands.items():
-            row[int(key[1:])] = value
         self.tables.code.append(row)
         self.tables.ops.append(self.op)
         return len(self.tables.code) - 1

@@ -231,3 +231,13 @@ def test_stamps_are_counted_per_tile_from_the_first(monkeypatch: pytest.MonkeyPa
         ["v", 0, 1, 1, 810, "", 860],
         ["v", 1, 1, 1, 820, "", 870],
     ]
+
+
+def test_a_loop_of_fa3_takes_as_long_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(VALIDATION))
+    loops = importlib.import_module("loops")
+    with loops.DATA.open() as file:
+        rows = [row for row in csv.DictReader(file) if not row["left_out"]]
+    assert len(rows) > 20
+    (row,) = [row for row in rows if row["dtype"] == "bf16" and row["tile_n"] == "176" and row["warpgroups"] == "1"]
+    assert loops.simulated_period(row) == pytest.approx(float(row["period"]), rel=0.03)
