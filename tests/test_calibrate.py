@@ -67,6 +67,7 @@ def test_rules_find_the_chip_they_know(tmp_path):
     """Estimates before rounding, against what is certain about Hopper or was published by others."""
     found = {rule.key: rule.formula(Microbench.read(RESULTS)).value for rule in RULES}
     assert found["sm.tensor.flops_per_cycle.bf16"] == pytest.approx(4096, rel=0.001)
+    assert found["sm.tensor.flops_per_cycle.fp8"] == pytest.approx(8192, rel=0.001)
     assert found["sm.tensor.mma_sync_flops_per_cycle"] == pytest.approx(4 * 4096 / 6.05, rel=0.01)
     assert found["sm.tensor.async_mma.overhead_cycles"] < 0.1
     assert found["sm.smem.bytes_per_cycle"] == pytest.approx(128, rel=0.01)

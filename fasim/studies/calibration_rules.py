@@ -72,11 +72,11 @@ def _smem_rate(results: Microbench) -> Estimate:
     return centre(512 / results.column("pipes.smem_rate", "cycles_per_instr", op="ld.shared.v4", warps=(4, 8, 16)))
 
 
-def _wgmma_rate(results: Microbench) -> Estimate:
-    """2 m n k FLOP of a wgmma m64nNk16 over its interval, issued without gaps."""
-    where = {"n": (64, 96, 128, 176, 192, 256), "instr_per_group": 8, "groups_in_flight": 2}
-    n, cycles = (results.column("wgmma.wgmma_interval", c, **where) for c in ("n", "cycles_per_instr"))
-    return centre(2 * 64 * 16 * n / cycles)
+def _wgmma_rate(table: str, depth: int, results: Microbench) -> Estimate:
+    """2 m n k FLOP of a wgmma m64nNk``depth`` over its interval, issued without gaps."""
+    where = {"n": (64, 128, 160, 224, 256), "instr_per_group": 8, "groups_in_flight": 2}
+    n, cycles = (results.column(f"wgmma.{table}", c, **where) for c in ("n", "cycles_per_instr"))
+    return centre(2 * 64 * depth * n / cycles)
 
 
 def _wgmma_overhead(results: Microbench) -> Estimate:
@@ -228,7 +228,8 @@ RULES = (
     Rule("sm.lsu.shuffle_latency_cycles", "pipes", partial(_latency, "shfl")),
     Rule("sm.smem.bytes_per_cycle", "pipes", _smem_rate, POWER_OF_TWO),
     Rule("sm.smem.latency_cycles", "pipes", partial(_latency, "ld.shared chase")),
-    Rule("sm.tensor.flops_per_cycle.bf16", "wgmma", _wgmma_rate, POWER_OF_TWO),
+    Rule("sm.tensor.flops_per_cycle.bf16", "wgmma", partial(_wgmma_rate, "wgmma_interval", 16), POWER_OF_TWO),
+    Rule("sm.tensor.flops_per_cycle.fp8", "wgmma", partial(_wgmma_rate, "wgmma_fp8", 32), POWER_OF_TWO),
     Rule("sm.tensor.mma_sync_flops_per_cycle", "corun_mma_sync", _mma_sync_rate, 10),
     Rule("sm.tensor.async_mma.overhead_cycles", "corun", _wgmma_overhead, 0.1),
     # beside wgmma

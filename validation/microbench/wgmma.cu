@@ -1,10 +1,10 @@
-// Interval, group drain and depth of the issue queue of wgmma m64nNk16 (bf16), from one warpgroup.
+// Interval, group drain and depth of the issue queue of wgmma m64nNk16 (bf16, and m64nNk32 in fp8), from one warpgroup.
 #include "common.cuh"
 #include "wgmma.cuh"
 
 constexpr int kSmemA = 8192, kSmemB = 32768;  // 64 and 256 rows of 64 bf16: four k-steps of 16
 
-template <int N>
+template <int N, bool kFp8 = false>
 struct Operands {
   uint64_t a, b;
   uint32_t regs[4];
@@ -17,9 +17,9 @@ struct Operands {
   __device__ __forceinline__ void mma(float (&d)[N / 2], int step) const {
     uint64_t offset = 2 * (step % 4);
     if constexpr (kRs)
-      Wgmma<N>::rs(d, regs, b + offset);
+      Wgmma<N, kFp8>::rs(d, regs, b + offset);
     else
-      Wgmma<N>::ss(d, a + offset, b + offset);
+      Wgmma<N, kFp8>::ss(d, a + offset, b + offset);
   }
 };
 
@@ -31,11 +31,11 @@ __device__ __forceinline__ void keep(const float (&d)[N / 2], float* sink) {
 
 // `groups` commit groups of K instructions; at most `pending` (0 or 1) groups in flight. Returns cycles until all is
 // done.
-template <int N, bool kRs, int K>
+template <int N, bool kRs, int K, bool kFp8 = false>
 __global__ void __launch_bounds__(128, 1) group_kernel(int groups, int pending, uint32_t* cycles, float* sink) {
   extern __shared__ __align__(1024) char smem[];
   fill_smem(smem, kSmemA + kSmemB, 1.f);
-  Operands<N> operands(smem);
+  Operands<N, kFp8> operands(smem);
   float d[N / 2] = {};
   Meter meter;
   __syncthreads();
@@ -87,9 +87,9 @@ __global__ void __launch_bounds__(128, 1) profile_kernel(uint32_t* stamps, float
   keep<N>(d, sink);
 }
 
-template <int N, bool kRs, int K>
+template <int N, bool kRs, int K, bool kFp8>
 void measure_group(Buffer<uint32_t>& out) {
-  auto kernel = group_kernel<N, kRs, K>;
+  auto kernel = group_kernel<N, kRs, K, kFp8>;
   allow_smem(kernel, kSmemA + kSmemB);
   auto run = [&](int groups, int pending) {
     return median_of(7, [&] {
@@ -101,21 +101,21 @@ void measure_group(Buffer<uint32_t>& out) {
   const char* operand = kRs ? "rs" : "ss";
   for (int pending = 0; pending < 2; ++pending) {
     double period = (run(192, pending) - run(64, pending)) / 128;
-    Row("wgmma_interval")("n", N)("operand", operand)("instr_per_group", K)("groups_in_flight", pending + 1)(
+    Row(kFp8 ? "wgmma_fp8" : "wgmma_interval")("n", N)("operand", operand)("instr_per_group", K)("groups_in_flight", pending + 1)(
         "cycles_per_instr", period / K);
   }
 }
 
-template <int N>
+template <int N, bool kFp8 = false>
 void measure_width(Buffer<uint32_t>& out) {
-  measure_group<N, false, 1>(out);
-  measure_group<N, false, 2>(out);
-  measure_group<N, false, 4>(out);
-  measure_group<N, false, 8>(out);
-  measure_group<N, true, 1>(out);
-  measure_group<N, true, 2>(out);
-  measure_group<N, true, 4>(out);
-  measure_group<N, true, 8>(out);
+  measure_group<N, false, 1, kFp8>(out);
+  measure_group<N, false, 2, kFp8>(out);
+  measure_group<N, false, 4, kFp8>(out);
+  measure_group<N, false, 8, kFp8>(out);
+  measure_group<N, true, 1, kFp8>(out);
+  measure_group<N, true, 2, kFp8>(out);
+  measure_group<N, true, 4, kFp8>(out);
+  measure_group<N, true, 8, kFp8>(out);
 }
 
 template <int N, bool kRs>
@@ -140,6 +140,8 @@ int main() {
       "wgmma_interval",
       "steady-state issue interval of wgmma m64nNk16 by width, operand A, group size and groups in flight",
       {{"n", ""}, {"operand", ""}, {"instr_per_group", ""}, {"groups_in_flight", ""}, {"cycles_per_instr", "cycles"}});
+  table("wgmma_fp8", "table wgmma_interval with FP8 operands (m64nNk32)",
+        {{"n", ""}, {"operand", ""}, {"instr_per_group", ""}, {"groups_in_flight", ""}, {"cycles_per_instr", "cycles"}});
   table("wgmma_issue_profile",
         "cycle at which each of 24 instructions is issued from idle (index 24: all complete): depth of the issue queue",
         {{"n", ""}, {"operand", ""}, {"index", ""}, {"issue_cycle", "cycles"}});
@@ -149,9 +151,16 @@ int main() {
   measure_width<64>(out);
   measure_width<96>(out);
   measure_width<128>(out);
+  measure_width<160>(out);
   measure_width<176>(out);
+  measure_width<224>(out);
   measure_width<192>(out);
   measure_width<256>(out);
+  measure_width<64, true>(out);
+  measure_width<128, true>(out);
+  measure_width<160, true>(out);
+  measure_width<224, true>(out);
+  measure_width<256, true>(out);
   measure_profile<64, false>(out);
   measure_profile<64, true>(out);
   measure_profile<128, false>(out);
