@@ -33,9 +33,13 @@ from ._fa3_order import FP8, OVERLAPPED, P_IN_SMEM, SERIAL, Order
 #: d256.
 FMUL_BEHIND_FIRST = 80.0
 
-#: Cycles until P has reached shared memory: FENCE and the wait after it, stall sampling at d64 on an H200 (O: 216 at
-#: d128). The stores themselves go out among the exponentials.
-FENCE_CYCLES = 209.0
+#: Cycles until P has reached shared memory, by FENCE and the wait after it: a build without takes 101 less an iteration
+#: (h200_fa3_parts.csv, three warpgroups at d64). Stall samples have 209: warps also wait for their stores there, which
+#: go out among the exponentials here.
+FENCE_P_CYCLES = 100.0
+
+#: The same for O, whose stores come right before it: stall samples on an H200, 209 (d64) and 216 (d128).
+FENCE_O_CYCLES = 209.0
 
 #: Issue slots per wgmma: descriptors and uniform registers. (594 - 472) / 19 in the d128 loop.
 SLOTS_PER_WGMMA = 6.5
@@ -196,7 +200,7 @@ def exp_to_p(
     nbytes = 2 * 64 * cfg.n  # 512 per warp instruction
     mix = {**_sum(left, more), "sts": nbytes / 512 / 4}
     c.vector("exp, sum, P", mix, smem_bytes=nbytes, effects=(*effects, Move("P", Smem("P"))))
-    c.delay("fence P", FENCE_CYCLES)
+    c.delay("fence P", FENCE_P_CYCLES)
 
 
 def _sum(one: Mix, other: Mix) -> Mix:
@@ -220,7 +224,7 @@ def store_output(c: Role, cfg: Config, epilogue: Barrier, staged: Barrier, o: Te
         c.sync(epilogue, label="epilogue barrier")  # O lands where V was: everyone must be done with V
         mix, effect = {"sts": 2 * 64 * cfg.dv / 512 / 4}, Move("O", Smem("O"))
         c.vector("store O", mix, smem_bytes=2 * 64 * cfg.dv, effects=(effect,))
-        c.delay("fence O", FENCE_CYCLES)
+        c.delay("fence O", FENCE_O_CYCLES)
         if cfg.output == "tma":
             with c.only(-1, others=True):
                 c.arrive(staged, label="O staged")

@@ -23,7 +23,7 @@ from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
 from ._fa3_order import FA4, FA4_CAUSAL
 from ._fa3_order import Order as Softmax
 from ._fa3_parts import (
-    FENCE_CYCLES,
+    FENCE_O_CYCLES,
     FETCH_CYCLES,
     LOOP_CYCLES,
     SETUP_CYCLES,
@@ -205,7 +205,7 @@ def _store_output(r: Role, c: Config, staged: Barrier, o_tensor: Tensor) -> None
     r.vector("scale O", {"fmul": c.dv / 2, "f2fp": c.dv / 4}, latency={"fma": 1}, effects=divide)
     nbytes, write = 2 * 64 * c.dv, (Move("O", Smem("O")),)
     r.vector("store O", {"sts": nbytes / 512 / 4}, smem_bytes=nbytes, effects=write)
-    r.delay("fence O", FENCE_CYCLES)
+    r.delay("fence O", FENCE_O_CYCLES)
     r.arrive(staged, label="O staged")
     with r.only(0):
         r.wait_barrier(staged, label="wait O staged")
