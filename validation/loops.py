@@ -29,10 +29,10 @@ WIDTH = 2048  # heads x head dim
 
 def simulated_period(row: dict[str, str]) -> float:
     """Cycles of an iteration of the kernel that ``row`` describes."""
-    head_dim, on = int(row["head_dim"]), {"0": False, "1": True}
+    head_dim = int(row["head_dim"])
     shape = dict(batch=4, seqlen_q=4096, heads_q=WIDTH // head_dim, head_dim=head_dim)
-    problem = Problem(**shape, dtype=row["dtype"], causal=on[row["causal"]])
-    knobs = {key: on[row[key]] for key in ("p_in_registers", "overlap", "pingpong")}
+    problem = Problem(**shape, dtype=row["dtype"], causal=row["causal"] == "1")
+    knobs = {key: row[key] == "1" for key in ("p_in_registers", "overlap", "pingpong")}
     knobs |= {key: int(row[key]) for key in ("tile_n", "stages", "cluster")} | {"tile_m": 64 * int(row["warpgroups"])}
     run = simulate("fa3", problem, load_arch("h200"), knobs=knobs, trace=TraceSpec())
     assert run.trace is not None

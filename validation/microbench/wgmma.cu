@@ -101,8 +101,8 @@ void measure_group(Buffer<uint32_t>& out) {
   const char* operand = kRs ? "rs" : "ss";
   for (int pending = 0; pending < 2; ++pending) {
     double period = (run(192, pending) - run(64, pending)) / 128;
-    Row(kFp8 ? "wgmma_fp8" : "wgmma_interval")("n", N)("operand", operand)("instr_per_group", K)("groups_in_flight", pending + 1)(
-        "cycles_per_instr", period / K);
+    Row(kFp8 ? "wgmma_fp8" : "wgmma_interval")("n", N)("operand", operand)("instr_per_group", K)(
+        "groups_in_flight", pending + 1)("cycles_per_instr", period / K);
   }
 }
 
@@ -153,8 +153,8 @@ int main() {
   measure_width<128>(out);
   measure_width<160>(out);
   measure_width<176>(out);
-  measure_width<224>(out);
   measure_width<192>(out);
+  measure_width<224>(out);
   measure_width<256>(out);
   measure_width<64, true>(out);
   measure_width<128, true>(out);
