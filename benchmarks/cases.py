@@ -50,9 +50,9 @@ _MEASURE = """
 import json, resource, sys, time
 from fasim.arch import load_arch
 from fasim.engine.compiled import prepare
-from fasim.library import load_schedule
+from fasim.program.library import load_schedule
 from fasim.problem import Problem
-from fasim.simulate import TraceSpec, simulate
+from fasim.studies.simulate import TraceSpec, simulate
 
 shape, engine, overrides, sms, repeats, pause = json.loads(sys.argv[1])
 arch, schedule, problem = load_arch("h200", overrides), load_schedule("fa3"), Problem(**shape)

@@ -7,10 +7,10 @@ from cases import CASES
 
 from fasim.arch import load_arch
 from fasim.engine import compiled
-from fasim.library import load_schedule
-from fasim.lower import lower_all
+from fasim.lowering.lower import lower_all
 from fasim.problem import Problem
-from fasim.simulate import TraceSpec, simulate
+from fasim.program.library import load_schedule
+from fasim.studies.simulate import TraceSpec, simulate
 
 SHORT = [case for case in CASES if case.seconds <= 2.0]
 

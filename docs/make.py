@@ -21,13 +21,13 @@ from tables import numbers
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import TraceSpec, simulate
-from fasim.studies.counters import TRAFFIC, UNITS, compare_counters
-from fasim.studies.counters_report import TRAFFIC_TITLES, error_text, value_text
+from fasim.results.validation import Summary, Validation
 from fasim.studies.kernel_fit import KERNEL_FIT, Fitter
-from fasim.studies.phases import PHASES, compare_phases
-from fasim.studies.validate import validate
-from fasim.studies.validation import Summary, Validation
+from fasim.studies.simulate import TraceSpec, simulate
+from fasim.studies.validate.counters import TRAFFIC, UNITS, compare_counters
+from fasim.studies.validate.phases import PHASES, compare_phases
+from fasim.studies.validate.timing import validate
+from fasim.views.counters_report import TRAFFIC_TITLES, error_text, value_text
 from fasim.views.plot import plot_timeline
 from fasim.views.validation_plot import plot_validation
 

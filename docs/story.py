@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.run import Run
-from fasim.simulate import TraceSpec, simulate
+from fasim.results.run import Run
+from fasim.studies.simulate import TraceSpec, simulate
 from fasim.views.plot import plot_timeline
 
 ROOT = Path(__file__).parents[1]

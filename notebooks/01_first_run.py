@@ -28,8 +28,9 @@ from IPython.display import Image, display
 import fasim
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.run import REASONS, Run
-from fasim.simulate import TraceSpec, simulate
+from fasim.results.reasons import REASONS
+from fasim.results.run import Run
+from fasim.studies.simulate import TraceSpec, simulate
 from fasim.views.plot import plot_timeline
 
 arch = load_arch("h100")

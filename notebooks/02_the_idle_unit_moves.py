@@ -24,7 +24,7 @@ from rich.table import Table
 import fasim
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import simulate
+from fasim.studies.simulate import simulate
 
 show = Console(width=110).print
 archs = {name: load_arch(name) for name in ("a100", "h100", "b200", "b300")}

@@ -34,7 +34,7 @@ import fasim
 from fasim.analysis.compare import compare
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import TraceSpec, simulate
+from fasim.studies.simulate import TraceSpec, simulate
 from fasim.views.compare_report import render_comparison
 from fasim.views.plot import plot_timeline
 from fasim.views.timeline import render_timeline

@@ -27,7 +27,7 @@ from rich.table import Table
 import fasim
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import simulate
+from fasim.studies.simulate import simulate
 
 show = Console(width=110).print
 what_if = ("sm.mufu.ops_per_cycle=32",)

@@ -31,7 +31,7 @@ from fasim.analysis.compare import compare
 from fasim.arch import load_arch
 from fasim.errors import DeadlockError, ModelError
 from fasim.problem import Problem
-from fasim.simulate import TraceSpec, simulate
+from fasim.studies.simulate import TraceSpec, simulate
 from fasim.views.compare_report import render_comparison
 from fasim.views.report import render_report
 from fasim.views.timeline import render_timeline
@@ -63,9 +63,9 @@ import numpy as np
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
-from fasim.library import schedule
+from fasim.program.library import schedule
 from fasim.problem import Problem
-from fasim.schedule import Kernel
+from fasim.program.language import Kernel
 
 WARPGROUPS = 1
 

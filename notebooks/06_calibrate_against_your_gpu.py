@@ -35,11 +35,11 @@ from rich.table import Table
 import fasim
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import simulate
-from fasim.studies.calibrate import calibrate
-from fasim.studies.calibrate_report import render_calibration
-from fasim.studies.calibration_rules import RULES
-from fasim.studies.microbench import Microbench
+from fasim.studies.calibrate.microbench import Microbench
+from fasim.studies.calibrate.rules import RULES
+from fasim.studies.calibrate.study import calibrate
+from fasim.studies.simulate import simulate
+from fasim.views.calibrate_report import render_calibration
 
 places = (Path.cwd(), *Path.cwd().parents)
 data = next(place / "validation" / "data" for place in places if (place / "validation" / "data").is_dir())

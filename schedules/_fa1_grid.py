@@ -10,9 +10,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from fasim.effects import Layout, Region, row_blocks
 from fasim.problem import Problem
-from fasim.schedule import Kernel
+from fasim.program.effects import Layout, Region, row_blocks
+from fasim.program.language import Kernel
 
 ROWS = 16  # query rows of one step
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.arch import Arch
-from fasim.effects import AddSplit, Fetch, Layout, Load, Region, Round, Smem, SplitWeights, Store
 from fasim.errors import ConfigError
-from fasim.ops import BarrierUse, Copy, Wait
 from fasim.problem import Problem
-from fasim.schedule import Kernel
+from fasim.program.effects import AddSplit, Fetch, Layout, Load, Region, Round, Smem, SplitWeights, Store
+from fasim.program.language import Kernel
+from fasim.program.ops import BarrierUse, Copy, Wait
 
 #: (head_dim up to, head_dim_v up to, causal) -> tile_m, tile_n, P in registers. tile_size.h
 TILES = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from fasim.effects import (
+from fasim.program.effects import (
     Add,
     Effect,
     Mask,
@@ -24,8 +24,8 @@ from fasim.effects import (
     Smem,
     Store,
 )
-from fasim.ops import Mix
-from fasim.schedule import Barrier, Role, Tensor
+from fasim.program.language import Barrier, Role, Tensor
+from fasim.program.ops import Mix
 
 from ._fa3_order import FP8, OVERLAPPED, P_IN_SMEM, SERIAL, Order
 

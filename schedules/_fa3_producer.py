@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fasim.effects import Load, Move, Smem
-from fasim.ops import BarrierUse, Copy
-from fasim.schedule import Ring, Role
+from fasim.program.effects import Load, Move, Smem
+from fasim.program.language import Ring, Role
+from fasim.program.ops import BarrierUse, Copy
 
 #: Shared-memory wavefronts of the transposition per 128 bytes, bank conflicts included: all wavefronts less those of
 #: wgmma and of storing O, over the bytes moved, are 1.07 (d128), 1.21 (d256) and 1.25 (d64) in h200_counters.csv. The

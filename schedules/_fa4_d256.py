@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fasim.effects import Matmul, Smem, Store
-from fasim.schedule import Kernel, Ring, Role, Tensor
+from fasim.program.effects import Matmul, Smem, Store
+from fasim.program.language import Kernel, Ring, Role, Tensor
 
 from ._fa4_grid import Layouts
 from ._fa4_parts import (

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fasim.effects import Layout, Region
 from fasim.problem import Problem
-from fasim.schedule import GridMode, Kernel
+from fasim.program.effects import Layout, Region
+from fasim.program.language import GridMode, Kernel
 
 IntArray = npt.NDArray[np.int64]
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fasim.arch import Arch
-from fasim.effects import Mask, Move, Normalise, Rescale, Round, Smem, Store
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
+from fasim.program.effects import Mask, Move, Normalise, Rescale, Round, Smem, Store
+from fasim.program.language import Barrier, Kernel, Ring, Role, Tensor
 
 from ._fa3_order import FA4, FA4_CAUSAL
 from ._fa3_order import Order as Softmax

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fasim.effects import (
+from fasim.numerics import Exp2
+from fasim.program.effects import (
     Effect,
     Load,
     Mask,
@@ -21,9 +22,8 @@ from fasim.effects import (
     Smem,
     Store,
 )
-from fasim.numerics import Exp2
-from fasim.ops import BarrierUse, Copy, Wait, add_mixes
-from fasim.schedule import Barrier, Kernel, Ring, Role, Tensor
+from fasim.program.language import Barrier, Kernel, Ring, Role, Tensor
+from fasim.program.ops import BarrierUse, Copy, Wait, add_mixes
 
 from ._fa4_grid import Layouts
 from ._fa4_tile import ROWS, WHOLE, Config, Share, Tile

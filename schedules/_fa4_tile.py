@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fasim.effects import Smem, Tmem
-from fasim.schedule import Barrier, Kernel
+from fasim.program.effects import Smem, Tmem
+from fasim.program.language import Barrier, Kernel
 
 ROWS = 128  # query rows of a softmax warpgroup: one a thread, one a lane of tensor memory
 

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.arch import Arch
-from fasim.effects import Effect, Layout, Load, Matmul, Move, Operand, Region, Round, Smem, Store, Tmem
-from fasim.ops import BarrierUse, Copy, Mix, Wait, scale_mix
 from fasim.problem import Problem
-from fasim.schedule import Kernel, Ring, Role, Tensor
+from fasim.program.effects import Effect, Layout, Load, Matmul, Move, Operand, Region, Round, Smem, Store, Tmem
+from fasim.program.language import Kernel, Ring, Role, Tensor
+from fasim.program.ops import BarrierUse, Copy, Mix, Wait, scale_mix
 
 IntArray = npt.NDArray[np.int64]
 

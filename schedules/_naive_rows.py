@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.arch import Arch
-from fasim.effects import (
+from fasim.problem import Problem
+from fasim.program.effects import (
     Effect,
     Layout,
     Load,
@@ -25,9 +26,8 @@ from fasim.effects import (
     RowSum,
     Store,
 )
-from fasim.ops import Mix, scale_mix
-from fasim.problem import Problem
-from fasim.schedule import Kernel
+from fasim.program.language import Kernel
+from fasim.program.ops import Mix, scale_mix
 
 from ._naive_gemm import STEP, TILE_M, keys_of, matrix
 

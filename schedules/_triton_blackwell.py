@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fasim.effects import Effect, Mask, Matmul, Move, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Tmem
-from fasim.ops import BarrierUse, add_mixes
-from fasim.schedule import Barrier, Kernel, Role
+from fasim.program.effects import Effect, Mask, Matmul, Move, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Tmem
+from fasim.program.language import Barrier, Kernel, Role
+from fasim.program.ops import BarrierUse, add_mixes
 
 from ._triton_parts import (
     MASK_PER_SCORE,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fasim.arch import Arch
-from fasim.effects import Effect, Load, Move, Normalise, Round, Smem, Store, Syncthreads, row_blocks
-from fasim.ops import BarrierUse, Copy, Wait
-from fasim.schedule import Barrier, Kernel, Role, Tensor
+from fasim.program.effects import Effect, Load, Move, Normalise, Round, Smem, Store, Syncthreads, row_blocks
+from fasim.program.language import Barrier, Kernel, Role, Tensor
+from fasim.program.ops import BarrierUse, Copy, Wait
 
 #: Instructions per thread outside the loops, from SASS within 6 % over four kernels: before the first loop
 #: SETUP plus 2.4 for each element of O, between the loops BETWEEN, after them 8.7 for each element of O (its division).

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fasim.arch import Arch
-from fasim.effects import (
+from fasim.errors import ConfigError
+from fasim.problem import Problem
+from fasim.program.effects import (
     Add,
     Clear,
     Effect,
@@ -36,10 +38,8 @@ from fasim.effects import (
     Store,
     Syncthreads,
 )
-from fasim.errors import ConfigError
-from fasim.library import schedule
-from fasim.problem import Problem
-from fasim.schedule import Kernel, Role, Tensor
+from fasim.program.language import Kernel, Role, Tensor
+from fasim.program.library import schedule
 
 from ._fa1_grid import ROWS, grid, kv_layout, row_layouts, split_heuristic
 

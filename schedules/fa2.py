@@ -14,7 +14,9 @@ from typing import Annotated, Literal
 import numpy as np
 
 from fasim.arch import Arch
-from fasim.effects import (
+from fasim.errors import ConfigError
+from fasim.problem import Problem
+from fasim.program.effects import (
     Effect,
     Load,
     Mask,
@@ -31,11 +33,9 @@ from fasim.effects import (
     Syncthreads,
     row_blocks,
 )
-from fasim.errors import ConfigError
-from fasim.library import schedule
-from fasim.ops import Mix, add_mixes
-from fasim.problem import Problem
-from fasim.schedule import Kernel, Role, Tensor
+from fasim.program.language import Kernel, Role, Tensor
+from fasim.program.library import schedule
+from fasim.program.ops import Mix, add_mixes
 
 #: head_dim limit -> (tile_m, tile_n, warps, registers per thread); flash_fwd_launch_template.h, registers from SASS.
 TILES: dict[int, tuple[int, int, int, int]] = {

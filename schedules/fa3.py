@@ -22,14 +22,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
-from fasim.effects import (
+from fasim.errors import BudgetError, ConfigError
+from fasim.problem import Problem
+from fasim.program.effects import (
     Rescale,
     row_blocks,
 )
-from fasim.errors import BudgetError, ConfigError
-from fasim.library import schedule
-from fasim.problem import Problem
-from fasim.schedule import Barrier, Kernel, Ring, Role
+from fasim.program.language import Barrier, Kernel, Ring, Role
+from fasim.program.library import schedule
 
 from ._fa3_grid import combine, grid, partial_layout, plan, query_layout, tile
 from ._fa3_parts import (

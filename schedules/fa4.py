@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
-from fasim.effects import Matmul, Smem, Store
 from fasim.errors import ConfigError
-from fasim.library import schedule
 from fasim.problem import Problem
-from fasim.schedule import Kernel, Ring, Role
+from fasim.program.effects import Matmul, Smem, Store
+from fasim.program.language import Kernel, Ring, Role
+from fasim.program.library import schedule
 
 from ._fa4_d256 import d256_kernel
 from ._fa4_grid import Layouts, Order, grid, rescales

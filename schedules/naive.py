@@ -19,12 +19,12 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
-from fasim.effects import Effect, Mask, Round
 from fasim.errors import ConfigError
-from fasim.library import schedule
-from fasim.ops import Mix, add_mixes, scale_mix
 from fasim.problem import Problem
-from fasim.schedule import Kernel
+from fasim.program.effects import Effect, Mask, Round
+from fasim.program.language import Kernel
+from fasim.program.library import schedule
+from fasim.program.ops import Mix, add_mixes, scale_mix
 
 from ._naive_gemm import STEP, TILE_M, Gemm, gemm, operand_layout, operand_shape, row_tiles_beside
 from ._naive_rows import (

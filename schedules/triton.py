@@ -29,12 +29,12 @@ from typing import Annotated, Literal
 import numpy as np
 
 from fasim.arch import Arch
-from fasim.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum, Smem
 from fasim.errors import ConfigError
-from fasim.library import schedule
-from fasim.ops import add_mixes
 from fasim.problem import Problem
-from fasim.schedule import Barrier, Kernel, Role
+from fasim.program.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum, Smem
+from fasim.program.language import Barrier, Kernel, Role
+from fasim.program.library import schedule
+from fasim.program.ops import add_mixes
 
 from ._triton_blackwell import blackwell, blackwell_specialized
 from ._triton_parts import (

@@ -1,4 +1,4 @@
-"""A simulator that costs nothing: stands in for ``fasim.library``, ``fasim.simulate`` and the views.
+"""A simulator that costs nothing: stands in for ``fasim.program.library``, ``fasim.studies.simulate`` and the views.
 
 It predicts one cycle per query token, twice that with ``pingpong`` off, and refuses fp8 as a model error.
 """
@@ -11,7 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fasim.errors import ConfigError, ModelError, did_you_mean
-from fasim.run import REASONS, Run
+from fasim.results.reasons import REASONS
+from fasim.results.run import Run
 
 KNOBS = {
     "pingpong": SimpleNamespace(name="pingpong", type=bool, default=True, doc="Take turns.", choices=()),
@@ -65,8 +66,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Replace the schedule loader, the simulator and the views."""
     fake = Fake()
     modules = {
-        "fasim.library": {"load_schedule": fake.load_schedule, "list_schedules": fake.list_schedules},
-        "fasim.simulate": {
+        "fasim.program.library": {"load_schedule": fake.load_schedule, "list_schedules": fake.list_schedules},
+        "fasim.studies.simulate": {
             "simulate": fake.simulate,
             "TraceSpec": lambda sms=(0,), cycles=None: SimpleNamespace(sms=sms, cycles=cycles),
         },

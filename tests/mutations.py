@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fasim.arch import load_arch
-from fasim.library import Schedule, load_schedule, schedule_folder
+from fasim.checker.check import check
 from fasim.problem import Problem
-from fasim.studies.check import check
+from fasim.program.library import Schedule, load_schedule, schedule_folder
 
 
 @dataclass(frozen=True)

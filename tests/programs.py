@@ -12,17 +12,17 @@ from types import ModuleType
 import numpy as np
 from hypothesis import strategies as st
 
-from fasim import image as im
 from fasim.arch import Arch, load_arch
 from fasim.engine import compiled, reference
+from fasim.engine import image as im
 from fasim.engine.common import TraceWindow
+from fasim.engine.image import Image, RawResult
 from fasim.errors import FasimError
-from fasim.image import Image, RawResult
-from fasim.lower import lower
-from fasim.ops import BarrierUse, Copy
+from fasim.lowering.lower import lower
 from fasim.problem import Problem
-from fasim.run import REASONS, UNIT_SLICE
-from fasim.schedule import Barrier, Kernel, Ring, Role
+from fasim.program.language import Barrier, Kernel, Ring, Role
+from fasim.program.ops import BarrierUse, Copy
+from fasim.results.reasons import REASONS, UNIT_SLICE
 
 TOY_MHZ = 1000.0
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fasim.run import REASONS, UNIT_SLICE, Run, Trace
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import Run, Trace
 
 TICKS = 4
 TRACKS = ("producer", "consumer0", "consumer1", "tensor", "tma")

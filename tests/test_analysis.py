@@ -12,12 +12,12 @@ from fasim.analysis.losses import STEPS, machines
 from fasim.analysis.whatif import RESOURCES, faster, has
 from fasim.arch import list_archs, load_arch
 from fasim.errors import ConfigError
-from fasim.library import list_schedules, load_schedule
 from fasim.problem import Problem
-from fasim.run import Run
-from fasim.simulate import simulate
+from fasim.program.library import list_schedules, load_schedule
+from fasim.results.run import Run
 from fasim.studies.batch import Job
 from fasim.studies.explain import explain
+from fasim.studies.simulate import simulate
 
 HEAD_8K = Problem(batch=1, seqlen_q=8192, heads_q=1, head_dim=128)
 

@@ -10,11 +10,11 @@ import pytest
 from pydantic import ValidationError
 from scipy.optimize import least_squares
 
-from fasim import cost
-from fasim import image as im
 from fasim.arch import arch_folder, arch_schema, check_arch, list_archs, load_arch
+from fasim.engine import image as im
 from fasim.errors import ConfigError
-from fasim.ops import Vector
+from fasim.lowering import cost
+from fasim.program.ops import Vector
 
 SHIPPED = ("a100", "b200", "b300", "gb200", "gb300", "h100", "h100_pcie", "h20", "h200")
 DATA = Path(__file__).parent.parent / "validation" / "data"

@@ -10,13 +10,13 @@ from test_cli import call
 
 from fasim.arch import arch_folder, load_arch
 from fasim.errors import ConfigError
+from fasim.results.validation import Row, Validation
 from fasim.studies import kernel_fit
-from fasim.studies.calibrate import calibrate, current_value, set_value, with_values
-from fasim.studies.calibration_estimates import Estimate
-from fasim.studies.calibration_rules import POWER_OF_TWO, RULES, Rule
+from fasim.studies.calibrate.estimates import Estimate
+from fasim.studies.calibrate.microbench import Microbench
+from fasim.studies.calibrate.rules import POWER_OF_TWO, RULES, Rule
+from fasim.studies.calibrate.study import calibrate, current_value, set_value, with_values
 from fasim.studies.kernel_fit import Fitter, KernelFit, Parameter
-from fasim.studies.microbench import Microbench
-from fasim.studies.validation import Row, Validation
 
 RESULTS = Path(__file__).parents[1] / "validation" / "data" / "h200_microbench.json"
 

@@ -12,11 +12,11 @@ from mutations import Mutation, mutate
 
 from fasim import cli
 from fasim.arch import load_arch
-from fasim.library import load_schedule
+from fasim.checker import Arrays, Log
+from fasim.checker.check import check, compare, make_inputs
 from fasim.numerics import attention_reference
 from fasim.problem import Problem
-from fasim.studies.check import check, compare, make_inputs
-from fasim.values import Arrays, Log
+from fasim.program.library import load_schedule
 
 SMALL = "--seqlen 256 --heads 1"
 
@@ -75,11 +75,11 @@ def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, file, 
 OWN = """
 import numpy as np
 
-from fasim.effects import (
+from fasim.program.effects import (
     Mask, Matmul, Normalise, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Store, row_blocks
 )
-from fasim.library import schedule
-from fasim.schedule import Kernel
+from fasim.program.library import schedule
+from fasim.program.language import Kernel
 
 
 @schedule(architectures=("hopper",), dtypes=("bf16",))
@@ -202,8 +202,8 @@ def test_a_schedule_that_does_not_say_what_it_does_is_not_called_right(fasim, ca
     path = tmp_path / "plain.py"
     path.write_text(
         "import numpy as np\n"
-        "from fasim.library import schedule\n"
-        "from fasim.schedule import Kernel\n"
+        "from fasim.program.library import schedule\n"
+        "from fasim.program.language import Kernel\n"
         "@schedule(architectures=('hopper',), dtypes=('bf16',))\n"
         "def plain(problem, arch) -> Kernel:\n"
         "    k = Kernel('plain', problem, arch, {})\n"

@@ -6,7 +6,7 @@ import pytest
 from catalogue import CATALOGUE, CHECKERS, MARKED, PAGE, overview
 from mutations import messages, run_check
 
-from fasim.library import list_schedules, load_schedule
+from fasim.program.library import list_schedules, load_schedule
 
 #: Forward schedules, from the folder.
 SHIPPED = [name for name in list_schedules() if "fwd" in load_schedule(name).directions]

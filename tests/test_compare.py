@@ -8,11 +8,11 @@ import pytest
 from fasim import cli
 from fasim.analysis.compare import busy_cycles, compare, load_run, role_cycles
 from fasim.arch import load_arch
-from fasim.console import console_for
+from fasim.cli.console import console_for
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import Run
-from fasim.simulate import simulate
+from fasim.results.run import Run
+from fasim.studies.simulate import simulate
 from fasim.views.compare_report import render_comparison
 
 SMALL = "--batch 1 --seqlen 512 --heads 4 --set chip.sm_count=8"

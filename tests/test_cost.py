@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from programs import kernel, toy_arch
 
-from fasim import cost
-from fasim import image as im
 from fasim.arch import load_arch
+from fasim.engine import image as im
 from fasim.errors import ConfigError
-from fasim.lower import lower
-from fasim.ops import INSTRUCTION_PIPE, Mma, Vector
+from fasim.lowering import cost
+from fasim.lowering.lower import lower
+from fasim.program.ops import INSTRUCTION_PIPE, Mma, Vector
 
 
 def demand(mix, arch=None, warps=4, share=0.0, **options):

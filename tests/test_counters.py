@@ -10,12 +10,13 @@ from test_cli import call
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import REASONS, UNITS, Run
-from fasim.simulate import simulate
-from fasim.studies import counters as study
+from fasim.results.reasons import REASONS, UNITS
+from fasim.results.run import Run
 from fasim.studies.batch import Job
-from fasim.studies.counters import PIPES, compare_counters
-from fasim.studies.counters_report import render_counters
+from fasim.studies.simulate import simulate
+from fasim.studies.validate import counters as study
+from fasim.studies.validate.counters import PIPES, compare_counters
+from fasim.views.counters_report import render_counters
 
 DATA = Path(__file__).parents[1] / "validation" / "data" / "h200_counters.csv"
 REQUESTS = DATA.with_name("h200_l2_requests.csv")

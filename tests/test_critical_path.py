@@ -9,8 +9,9 @@ from fasim.analysis.critical_path import CriticalPath, EventGraph, critical_path
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import REASONS, UNIT_SLICE, Run, Trace
-from fasim.simulate import TraceSpec, simulate
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import Run, Trace
+from fasim.studies.simulate import TraceSpec, simulate
 from fasim.views.explain_report import sentence
 
 TRACKS = ("a", "b", "tensor")

@@ -14,11 +14,11 @@ from fasim.engine import compiled, reference
 from fasim.engine.common import TraceWindow
 from fasim.engine.memory import new_memory, next_launch
 from fasim.errors import FasimError
-from fasim.library import Schedule, list_schedules, load_schedule
-from fasim.lower import lower, lower_all
+from fasim.lowering.lower import lower, lower_all
 from fasim.problem import Problem
-from fasim.schedule import Kernel
-from fasim.simulate import TraceSpec, execute
+from fasim.program.language import Kernel
+from fasim.program.library import Schedule, list_schedules, load_schedule
+from fasim.studies.simulate import TraceSpec, execute
 
 
 @settings(max_examples=300)

@@ -7,8 +7,8 @@ from programs import TOY_MHZ, both, kernel, log, outcome, toy_arch
 
 from fasim.engine import compiled, reference
 from fasim.errors import ModelError
-from fasim.lower import lower
-from fasim.schedule import Kernel
+from fasim.lowering.lower import lower
+from fasim.program.language import Kernel
 
 
 def test_a_copy_beyond_its_tensor():

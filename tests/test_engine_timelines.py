@@ -13,9 +13,9 @@ from fasim.arch import Arch
 from fasim.engine import compiled, reference
 from fasim.engine.memory import COUNTERS, new_memory, next_launch
 from fasim.errors import DeadlockError
-from fasim.lower import lower
-from fasim.run import REASONS
-from fasim.schedule import Kernel, Ring
+from fasim.lowering.lower import lower
+from fasim.program.language import Kernel, Ring
+from fasim.results.reasons import REASONS
 
 
 def ring_kernel(k: Kernel, ring: Ring) -> Kernel:

@@ -13,7 +13,7 @@ import pytest
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import simulate
+from fasim.studies.simulate import simulate
 from fasim.views.report import render_report_text
 
 CASES = {

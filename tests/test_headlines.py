@@ -8,8 +8,8 @@ import pytest
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.run import Run
-from fasim.simulate import simulate
+from fasim.results.run import Run
+from fasim.studies.simulate import simulate
 
 
 @cache

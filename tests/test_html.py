@@ -22,16 +22,17 @@ from fake_simulator import Fake, fake  # noqa: F401
 from sample_run import GEMM_CYCLES, TICKS, TRACKS, sample_run
 from test_cli import call
 
-from fasim import image as im
 from fasim.analysis.bounds import bounds
 from fasim.analysis.critical_path import EventGraph
 from fasim.analysis.losses import Loss
 from fasim.analysis.whatif import Gain
 from fasim.arch import load_arch
+from fasim.engine import image as im
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import REASONS, Run
-from fasim.simulate import TraceSpec, simulate
+from fasim.results.reasons import REASONS
+from fasim.results.run import Run
+from fasim.studies.simulate import TraceSpec, simulate
 from fasim.views import html
 from fasim.views.common import rows_of, window_of
 from fasim.views.html import write_html

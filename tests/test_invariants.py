@@ -14,15 +14,16 @@ import pytest
 from hypothesis import assume, given, settings
 from programs import TOY_MHZ, Plan, everything, plans
 
-from fasim import image as im
 from fasim.arch import load_arch
 from fasim.engine import compiled
+from fasim.engine import image as im
+from fasim.engine.image import Image, RawResult
 from fasim.engine.memory import COUNTERS
-from fasim.image import Image, RawResult
-from fasim.lower import lower
+from fasim.lowering.lower import lower
 from fasim.problem import Problem
-from fasim.run import REASONS, UNIT_SLICE, Run
-from fasim.simulate import TraceSpec, simulate
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import Run
+from fasim.studies.simulate import TraceSpec, simulate
 
 #: Units that an engine serves one request at a time; use of the others is only counted.
 SERVERS = ("fma", "alu", "mufu", "lsu", "tensor")

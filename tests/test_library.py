@@ -9,17 +9,17 @@ import pytest
 
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
-from fasim.library import Schedule, list_schedules, load_schedule, schedule_folder
 from fasim.problem import Problem
-from fasim.schedule import Kernel
+from fasim.program.language import Kernel
+from fasim.program.library import Schedule, list_schedules, load_schedule, schedule_folder
 
 HEADER = """
     from __future__ import annotations
     from typing import Annotated, Literal
     from fasim.arch import Arch
-    from fasim.library import schedule
+    from fasim.program.library import schedule
     from fasim.problem import Problem
-    from fasim.schedule import Kernel
+    from fasim.program.language import Kernel
 """
 BODY = '''
     @schedule(architectures=("hopper",), dtypes=("bf16", "fp8"))

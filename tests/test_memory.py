@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fasim.engine import memory as mem
-from fasim.image import LOAD, MISS_DRAWS, REDUCE, STORE, Machine
+from fasim.engine.image import LOAD, MISS_DRAWS, REDUCE, STORE, Machine
 
 LINES, CAPACITY = 9, 4000
 requests = st.lists(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fasim import cli, cli_numerics
+from fasim import cli
+from fasim.cli import numerics as cli_numerics
 from fasim.errors import ConfigError
 from fasim.numerics import (
     FA4_CUBIC,

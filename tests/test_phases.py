@@ -9,12 +9,13 @@ from test_cli import call
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import REASONS, Trace
-from fasim.simulate import TraceSpec, simulate
-from fasim.studies import phases as study
+from fasim.results.reasons import REASONS
+from fasim.results.run import Trace
 from fasim.studies.batch import Job
-from fasim.studies.phases import Stamps, compare_phases, simulated_stamps, stamps_trace
-from fasim.studies.phases_report import write_phases
+from fasim.studies.simulate import TraceSpec, simulate
+from fasim.studies.validate import phases as study
+from fasim.studies.validate.phases import Stamps, compare_phases, simulated_stamps, stamps_trace
+from fasim.views.phases_report import write_phases
 
 DATA = Path(__file__).parents[1] / "validation" / "data"
 STAMPS, KERNELS = DATA / "h200_fa3_phases.csv", DATA / "h200_fa3_ablations.csv"

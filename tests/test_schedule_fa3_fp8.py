@@ -7,12 +7,12 @@ import pytest
 
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
-from fasim.library import load_schedule
-from fasim.ops import Mma, Vector
 from fasim.problem import Problem
-from fasim.schedule import walk
-from fasim.simulate import simulate
-from fasim.verify import ctas_per_sm
+from fasim.program.language import walk
+from fasim.program.library import load_schedule
+from fasim.program.ops import Mma, Vector
+from fasim.program.rules import ctas_per_sm
+from fasim.studies.simulate import simulate
 
 DATA = Path(__file__).parents[1] / "validation" / "data" / "h200_timing.csv"
 

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from fasim.arch import load_arch
-from fasim.library import load_schedule
-from fasim.ops import Loop, TileLoop, Vector, WaitMma
 from fasim.problem import Problem
+from fasim.program.library import load_schedule
+from fasim.program.ops import Loop, TileLoop, Vector, WaitMma
 
 
 def loop_body(schedule: str, name: str, trips: str, problem: Problem, **knobs: object):

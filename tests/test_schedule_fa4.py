@@ -8,12 +8,12 @@ import pytest
 
 from fasim.arch import load_arch
 from fasim.errors import BudgetError, ConfigError
-from fasim.library import load_schedule
-from fasim.ops import Copy, Mma
 from fasim.problem import Problem
-from fasim.run import Run
-from fasim.schedule import Kernel, walk
-from fasim.simulate import TraceSpec, simulate
+from fasim.program.language import Kernel, walk
+from fasim.program.library import load_schedule
+from fasim.program.ops import Copy, Mma
+from fasim.results.run import Run
+from fasim.studies.simulate import TraceSpec, simulate
 
 FA4 = load_schedule("fa4")
 GRID = importlib.import_module(FA4.function.__module__.replace(".fa4", "._fa4_grid"))
@@ -353,7 +353,8 @@ def test_hopper_kernels_match_the_h200(shape, clock, cycles):
 def test_a_users_schedule_may_be_spread_over_files_too(tmp_path):
     (tmp_path / "_parts.py").write_text("NAME = 'mine'\n")
     (tmp_path / "mine.py").write_text(
-        "from fasim.library import schedule\nfrom fasim.schedule import Kernel\nfrom ._parts import NAME\n"
+        "from fasim.program.library import schedule\nfrom fasim.program.language import Kernel\n"
+        "from ._parts import NAME\n"
         "@schedule(architectures=('hopper',), dtypes=('bf16',))\n"
         "def mine(problem, arch) -> Kernel:\n    return Kernel(NAME, problem, arch, {})\n"
     )

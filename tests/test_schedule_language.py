@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from programs import TOY_MHZ, cycles, kernel, toy_arch
 
-from fasim import image as im
 from fasim.arch import load_arch
+from fasim.engine import image as im
 from fasim.errors import BudgetError, ConfigError, ModelError
-from fasim.lower import lower, lower_all
-from fasim.ops import Arrive, Copy, Delay, Loop, Only, TileLoop, Wait, add_mixes, scale_mix
-from fasim.schedule import Kernel, walk
-from fasim.verify import cta_registers, ctas_per_sm, verify
+from fasim.lowering.lower import lower, lower_all
+from fasim.program.language import Kernel, walk
+from fasim.program.ops import Arrive, Copy, Delay, Loop, Only, TileLoop, Wait, add_mixes, scale_mix
+from fasim.program.rules import cta_registers, ctas_per_sm, verify
 
 
 def one_role(arch=None, **options):

@@ -6,12 +6,12 @@ import pytest
 
 from fasim.arch import load_arch
 from fasim.errors import BudgetError, ConfigError
-from fasim.library import load_schedule
-from fasim.ops import Copy, Loop, Mma, Vector, add_mixes
 from fasim.problem import Problem
-from fasim.schedule import walk
-from fasim.simulate import simulate
-from fasim.verify import ctas_per_sm
+from fasim.program.language import walk
+from fasim.program.library import load_schedule
+from fasim.program.ops import Copy, Loop, Mma, Vector, add_mixes
+from fasim.program.rules import ctas_per_sm
+from fasim.studies.simulate import simulate
 
 DATA = Path(__file__).parents[1] / "validation" / "data" / "h200_triton.csv"
 SMALL = Problem(batch=1, seqlen_q=512, heads_q=2, head_dim=64)

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fasim import image as im
 from fasim.arch import Arch, load_arch
-from fasim.cost import vector_demand
+from fasim.engine import image as im
 from fasim.errors import ConfigError
-from fasim.library import load_schedule
-from fasim.lower import lower
-from fasim.ops import Copy, Loop, Op, TileLoop, Vector
+from fasim.lowering.cost import vector_demand
+from fasim.lowering.lower import lower
 from fasim.problem import Problem
-from fasim.run import Run
-from fasim.schedule import Kernel, walk
-from fasim.simulate import simulate
-from fasim.verify import ctas_per_sm
+from fasim.program.language import Kernel, walk
+from fasim.program.library import load_schedule
+from fasim.program.ops import Copy, Loop, Op, TileLoop, Vector
+from fasim.program.rules import ctas_per_sm
+from fasim.results.run import Run
+from fasim.studies.simulate import simulate
 
 DATA = Path(__file__).parent.parent / "validation" / "data"
 

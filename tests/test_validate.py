@@ -7,8 +7,8 @@ from test_cli import fasim  # noqa: F401  (a fixture)
 
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.studies.validate import validate
-from fasim.studies.validation import Summary, Validation
+from fasim.results.validation import Summary, Validation
+from fasim.studies.validate.timing import validate
 
 DATA = Path(__file__).parents[1] / "validation" / "data"
 HEAD = "arch,kernel,dtype,direction,causal,batch,seqlen_q,seqlen_k,heads_q,heads_kv,head_dim,ms,sm_clock_mhz,cycles"

@@ -7,7 +7,12 @@ import pytest
 from programs import TOY_MHZ, comparable, everything, toy_arch
 
 from fasim.arch import load_arch
-from fasim.effects import (
+from fasim.checker import Arrays, Log, Machine
+from fasim.engine import reference
+from fasim.errors import ModelError
+from fasim.lowering.lower import lower_program
+from fasim.problem import Problem
+from fasim.program.effects import (
     Clear,
     Layout,
     Load,
@@ -28,14 +33,9 @@ from fasim.effects import (
     Tmem,
     row_blocks,
 )
-from fasim.engine import reference
-from fasim.errors import ModelError
-from fasim.library import load_schedule
-from fasim.lower import lower_program
-from fasim.ops import BarrierUse
-from fasim.problem import Problem
-from fasim.schedule import Kernel
-from fasim.values import Arrays, Log, Machine
+from fasim.program.language import Kernel
+from fasim.program.library import load_schedule
+from fasim.program.ops import BarrierUse
 
 SIZE = 16  # rows and columns of the matrices
 

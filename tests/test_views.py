@@ -26,7 +26,8 @@ from fasim.analysis.bounds import bounds
 from fasim.analysis.compare import compare
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
-from fasim.run import REASONS, UNIT_SLICE, Run, Trace
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import Run, Trace
 from fasim.views import common, plot, report, timeline
 from fasim.views.bounds_report import render_bounds
 from fasim.views.common import atomic_output, rows_of, window_of

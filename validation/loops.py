@@ -15,8 +15,8 @@ import numpy as np
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
-from fasim.simulate import TraceSpec, simulate
-from fasim.studies.phases import simulated_stamps
+from fasim.studies.simulate import TraceSpec, simulate
+from fasim.studies.validate.phases import simulated_stamps
 
 DATA = Path(__file__).parent / "data" / "h200_fa3_parts.csv"
 SEEN = (

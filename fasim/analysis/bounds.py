@@ -18,7 +18,7 @@ from typing import Any
 from fasim.analysis.compare import busy_cycles
 from fasim.arch import Arch
 from fasim.problem import BACKWARD_FACTOR, Problem
-from fasim.run import Run
+from fasim.results.run import Run
 
 #: Passes of naive attention over the score matrix in HBM: S out, S in, P out, P in.
 NAIVE_PASSES = 4

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fasim.errors import ConfigError
-from fasim.run import Run
+from fasim.results.run import Run
 
 SCHEMA_VERSION = 1
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
-from fasim.run import REASONS, UNIT_SLICE, IntArray, Trace
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import IntArray, Trace
 
 #: Reasons that end with something another role or unit did.
 _WAITS = tuple(REASONS.index(reason) for reason in ("dependency", "barrier", "full", "empty", "memory"))

@@ -16,7 +16,7 @@ from fasim.analysis.bounds import problem_of
 from fasim.analysis.compare import busy_cycles
 from fasim.analysis.whatif import INFINITE, RESOURCES, Resource, faster, scaled
 from fasim.arch import Arch
-from fasim.run import Run
+from fasim.results.run import Run
 
 _DISTANCE = Resource("the way to L2", (), ("l2.latency_cycles",))
 

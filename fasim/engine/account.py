@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fasim import image as im
+from fasim.engine import image as im
 from fasim.engine.cache import inline, jit
+from fasim.engine.image import Machine
 from fasim.engine.state import BIN_SHIFT, ITERATION, ROW, TRACED, TRUNCATED, Program, State
-from fasim.image import Machine
 
 
 @inline

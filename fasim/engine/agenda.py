@@ -7,8 +7,8 @@ operation they want. CTAs start in group order, so the latter begins sorted.
 from __future__ import annotations
 
 from fasim.engine.cache import inline
+from fasim.engine.image import IntArray
 from fasim.engine.state import OVERFLOW, PUSHED, SERIAL, SIZE, STATUS, TARGET, TIME, WANTS_AT, State
-from fasim.image import IntArray
 
 
 @inline

@@ -27,10 +27,10 @@ SOURCES = (
     "engine/common.py",
     "engine/compiled.py",
     "engine/instructions.py",
+    "engine/image.py",
     "engine/memory.py",
     "engine/state.py",
-    "image.py",
-    "run.py",
+    "results/reasons.py",
 )
 
 

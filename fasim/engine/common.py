@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fasim import image as im
+from fasim.engine import image as im
+from fasim.engine.image import Image, IntArray
 from fasim.errors import DeadlockError, ModelError
-from fasim.image import Image, IntArray
 
 _FOREVER = int(np.iinfo(np.int64).max)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fasim import image as im
+from fasim.engine import image as im
 from fasim.engine import memory as mem
 from fasim.engine.account import spend
 from fasim.engine.agenda import earlier, pop, push, runner_up, sink_first
 from fasim.engine.cache import entry, inline
 from fasim.engine.common import NO_TRACE, Blocked, TraceWindow, beyond_tensor, deadlock, sort_trace
+from fasim.engine.image import Image, Machine, RawResult
 from fasim.engine.instructions import (
     arrival,
     arrive,
@@ -85,7 +86,6 @@ from fasim.engine.state import (
     new_state,
 )
 from fasim.errors import ModelError
-from fasim.image import Image, Machine, RawResult
 
 
 @inline

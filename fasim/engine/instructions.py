@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fasim import image as im
+from fasim.engine import image as im
 from fasim.engine import memory as mem
 from fasim.engine.account import count, record, spend
 from fasim.engine.agenda import push
 from fasim.engine.cache import inline, jit
+from fasim.engine.image import IntArray, Machine
 from fasim.engine.state import (
     ABSORBED,
     ALIVE,
@@ -59,8 +60,7 @@ from fasim.engine.state import (
     Program,
     State,
 )
-from fasim.image import IntArray, Machine
-from fasim.run import UNIT_SLICE
+from fasim.results.reasons import UNIT_SLICE
 
 
 @inline

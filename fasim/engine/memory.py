@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from fasim.image import LOAD, MISS_BYTES, MISS_DRAWS, RATE_SHIFT, REDUCE, IntArray, Machine
+from fasim.engine.image import LOAD, MISS_BYTES, MISS_DRAWS, RATE_SHIFT, REDUCE, IntArray, Machine
 
 # Indices of MemoryState.scalars: the servers' next free tick, LRU ends, and byte counters.
 L2_FREE, HBM_FREE, LRU_HEAD, LRU_TAIL, USED = range(5)

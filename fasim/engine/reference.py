@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fasim import image as im
+from fasim.engine import image as im
 from fasim.engine import memory as mem
 from fasim.engine.common import NO_TRACE, SCHEDULER, Blocked, TraceWindow, deadlock, sort_trace
+from fasim.engine.image import Image, RawResult
 from fasim.engine.observer import Observer
 from fasim.engine.reference_state import Agent, Slot
 from fasim.engine.reference_units import DEPENDENCY, FULL, LAUNCH, MEMORY, TAIL, Units, Wait
-from fasim.image import Image, RawResult
 
 
 class ReferenceEngine(Units):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from fasim import image as im
+from fasim.engine import image as im
 
 
 @dataclass

@@ -10,13 +10,13 @@ from collections.abc import Generator
 import numpy as np
 import simpy
 
-from fasim import image as im
+from fasim.engine import image as im
 from fasim.engine import memory as mem
 from fasim.engine.common import NO_TRACE, TraceWindow, beyond_tensor
+from fasim.engine.image import Image
 from fasim.engine.observer import Observer
 from fasim.engine.reference_state import Agent, Cta, Slot, Sm
-from fasim.image import Image
-from fasim.run import REASONS, UNIT_SLICE
+from fasim.results.reasons import REASONS, UNIT_SLICE
 
 WORK, ISSUE, PIPE, DEPENDENCY, BARRIER, FULL, EMPTY, MEMORY, LAUNCH, TAIL = range(len(REASONS))
 

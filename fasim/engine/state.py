@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fasim import image as im
+from fasim.engine import image as im
 from fasim.engine.common import SCHEDULER, TraceWindow
-from fasim.image import Image, IntArray
-from fasim.run import REASONS
+from fasim.engine.image import Image, IntArray
+from fasim.results.reasons import REASONS
 
 R_WORK, R_ISSUE, R_PIPE, R_DEPENDENCY, R_BARRIER, R_FULL, R_EMPTY, R_MEMORY, R_LAUNCH, R_TAIL = range(10)
 assert len(REASONS) == 10

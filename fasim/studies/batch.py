@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TypeVar
 
 from fasim.problem import Problem
-from fasim.run import Run
+from fasim.results.run import Run
 
 Progress = Callable[[int, int], None]
 
@@ -35,10 +35,10 @@ class Job:
     engine: str = "compiled"
 
     def run(self) -> Run:
-        """Simulate. Raises what :func:`fasim.simulate.simulate` raises."""
+        """Simulate. Raises what :func:`fasim.studies.simulate.simulate` raises."""
         from fasim.arch import load_arch
-        from fasim.library import load_schedule
-        from fasim.simulate import TraceSpec, simulate
+        from fasim.program.library import load_schedule
+        from fasim.studies.simulate import TraceSpec, simulate
 
         chip, knobs = load_arch(self.arch, self.overrides), dict(self.knobs)
         trace = TraceSpec() if self.traced else None

@@ -11,7 +11,7 @@ from fasim.analysis.whatif import RESOURCES, Gain, faster, has, limits
 from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.run import Run
+from fasim.results.run import Run
 from fasim.studies.batch import Job, Progress, run_all
 
 #: What "faster" means in an elasticity.

@@ -20,11 +20,11 @@ import numpy as np
 
 from fasim import __version__
 from fasim.errors import ConfigError
-from fasim.run import IntArray
+from fasim.results.run import IntArray
+from fasim.results.validation import Row, Summary
 from fasim.studies.batch import Progress
-from fasim.studies.microbench import FloatArray
-from fasim.studies.validate import read_lines, validate
-from fasim.studies.validation import Row, Summary
+from fasim.studies.calibrate.microbench import FloatArray
+from fasim.studies.validate.timing import read_lines, validate
 
 Point = tuple[float, ...]
 
@@ -189,7 +189,7 @@ def _long_errors(data: Path, rows: Iterable[Row]) -> FloatArray:
 def _origin(data: Sequence[Path], fit: KernelFit) -> str:
     """Digest of all that the errors depend on: data, architectures, schedules, version."""
     from fasim.arch import list_archs, load_arch
-    from fasim.library import schedule_folder
+    from fasim.program.library import schedule_folder
 
     digest = hashlib.sha256(f"{__version__} {fit.kernels} {sorted(fit.cells.items())}".encode())
     digest.update(repr([parameter.key for parameter in fit.parameters]).encode())

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fasim.analysis.bounds import Bounds, Story
 from fasim.analysis.compare import busy_cycles
-from fasim.run import Run
+from fasim.results.run import Run
 from fasim.views.common import FirstThatFits, provenance
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from fasim.errors import ConfigError
-from fasim.run import REASONS, UNIT_SLICE, IntArray, Run, Trace
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import IntArray, Run, Trace
 
 #: Reasons that mean "nothing to see": the role has not started or has finished.
 IDLE_REASONS = ("launch", "tail")

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fasim.analysis.compare import Change, Comparison
-from fasim.run import UNITS
+from fasim.results.reasons import UNITS
 from fasim.views.common import FirstThatFits, knob_text, provenance
 
 #: Changes of a role's reason below this share of the base's cycles are left out.

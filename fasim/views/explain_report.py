@@ -19,7 +19,7 @@ from rich.text import Text
 from fasim.analysis.critical_path import CriticalPath, HandOver
 from fasim.analysis.losses import Loss
 from fasim.analysis.whatif import VECTOR, Gain, limits
-from fasim.run import Run
+from fasim.results.run import Run
 from fasim.views.common import provenance
 
 #: A gain below this many per cent is not worth a sentence.

@@ -19,7 +19,8 @@ from fasim.analysis.critical_path import EventGraph
 from fasim.analysis.losses import Loss
 from fasim.analysis.whatif import Gain
 from fasim.arch import Arch
-from fasim.run import REASONS, UNITS, IntArray, Run, Trace
+from fasim.results.reasons import REASONS, UNITS
+from fasim.results.run import IntArray, Run, Trace
 from fasim.views.bounds_report import bound_line
 from fasim.views.common import (
     IDLE_REASONS,

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from fasim.analysis.compare import settings
 from fasim.errors import ConfigError, did_you_mean
-from fasim.run import REASONS, UNIT_SLICE, Run
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import Run
 from fasim.views.common import require_trace
 from fasim.views.html import run_html
 from fasim.views.timeline import render_timeline
@@ -30,7 +31,7 @@ def run_timeline(run: Run, *, sm: int = 0, cycles: tuple[int, int] | None = None
 
 
 def run_frame(run: Run, what: str = "run") -> pd.DataFrame:
-    """One of the tables of ``run``, see :meth:`fasim.run.Run.to_frame`."""
+    """One of the tables of ``run``, see :meth:`fasim.results.run.Run.to_frame`."""
     if what not in _TABLES:
         raise ConfigError(f"to_frame: unknown table '{what}'{did_you_mean(what, _TABLES)}")
     try:

@@ -27,7 +27,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import numpy as np
 
 from fasim.errors import ConfigError
-from fasim.run import REASONS, UNIT_SLICE, Run, Trace
+from fasim.results.reasons import REASONS, UNIT_SLICE
+from fasim.results.run import Run, Trace
 from fasim.views.common import atomic_output, check_suffix, owners_of, provenance, require_trace, rows_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fasim.errors import ConfigError
-from fasim.run import REASONS, Run, Trace
+from fasim.results.reasons import REASONS
+from fasim.results.run import Run, Trace
 from fasim.views.common import (
     IDLE_REASONS,
     Row,

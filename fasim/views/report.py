@@ -51,7 +51,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fasim.run import REASONS, UNITS, Run
+from fasim.results.reasons import REASONS, UNITS
+from fasim.results.run import Run
 from fasim.views.common import FirstThatFits, provenance
 
 _BAR_WIDTH = 20

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from fasim.analysis.bounds import Bounds
-from fasim.run import Run
+from fasim.results.run import Run
 from fasim.views.common import atomic_output, check_suffix, provenance
 from fasim.views.plot import SUFFIXES
 

@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.text import Text
 
-from fasim.run import REASONS, IntArray, Trace
+from fasim.results.reasons import REASONS
+from fasim.results.run import IntArray, Trace
 from fasim.views.common import Row, owners_of, rows_of, window_of
 
 #: Character and rich style.

@@ -31,7 +31,7 @@ _BAND_PERCENT = 10.0
 
 
 def plot_validation(data: Mapping[str, Any], path: str | Path) -> None:
-    """Draw ``data``, what :meth:`fasim.studies.validation.Validation.to_dict` returns.
+    """Draw ``data``, what :meth:`fasim.results.validation.Validation.to_dict` returns.
 
     An SVG of the same data has the same bytes. Raises ConfigError for another suffix, for data without a predicted
     row, and for a file that cannot be written.

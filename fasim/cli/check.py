@@ -1,0 +1,112 @@
+"""The command that says whether a schedule is right."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+from fasim.cli.console import console_for, parse_assignments, write_text
+from fasim.cli.options import (
+    ArchOption,
+    Batch,
+    Causal,
+    Direction,
+    Dtype,
+    HeadDim,
+    HeadDimV,
+    Heads,
+    JsonOption,
+    KnobOption,
+    KvHeads,
+    ScheduleArgument,
+    Seqlen,
+    SeqlenK,
+    SetOption,
+    load_chip,
+    make_problem,
+)
+
+#: Runnable examples, the last lines of the command's help.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "check": (
+        "fasim check fa3 --arch h100",
+        "fasim check fa3 --arch h100 --seqlen 333 --seqlen-k 777 --causal --knob overlap=off",
+        "fasim check fa3 --arch h100 --dtype fp8 --json check.json",
+        "fasim check fa2 --arch a100 --exp2-degree 3 --rescale-threshold 8 --spread 8",
+    ),
+}
+
+#: What is checked unless options say otherwise: small, but with several KV blocks and query tiles.
+DEFAULT_BATCH, DEFAULT_SEQLEN, DEFAULT_HEADS = 1, 1024, 2
+
+
+def check(
+    schedule: ScheduleArgument,
+    arch: ArchOption,
+    direction: Direction = None,
+    batch: Batch = DEFAULT_BATCH,
+    seqlen: Seqlen = DEFAULT_SEQLEN,
+    seqlen_k: SeqlenK = None,
+    heads: Heads = DEFAULT_HEADS,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    causal: Causal = None,
+    dtype: Dtype = None,
+    knob: KnobOption = None,
+    overrides: SetOption = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    spread: Annotated[float, typer.Option(help="Standard deviation of Q; 8 makes row maxima grow a lot.")] = 1.0,
+    exp2_degree: Annotated[
+        int | None, typer.Option(min=1, max=5, help="Exponentials by a polynomial of this degree.")
+    ] = None,
+    exp2_fraction: Annotated[float, typer.Option(help="Share of them, with --exp2-degree; the others by MUFU.")] = 1.0,
+    rescale_threshold: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Maxima move, and O is rescaled, when they grow by more powers of two."),
+    ] = None,
+    p_format: Annotated[
+        str | None, typer.Option(help="Format that P is rounded to: bf16, fp16, e4m3, nvfp4 ...")
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Check SCHEDULE: budgets, deadlock, races, and the numbers it computes against float64 attention.
+
+    The program is executed on values on a few SMs, so that buffers are used over several work tiles. Numeric choices in
+    the place of the schedule's own show what they cost; the timing does not know of them.
+
+    Exit code 1 when something is wrong.
+    """
+    # Before NumPy is loaded: on tiles this small, BLAS threads cost more than they gain.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    knobs = parse_assignments("--knob", knob)
+
+    from fasim.checker import Numerics
+    from fasim.checker.check import check as study
+    from fasim.numerics.exp2 import MINIMAX, Exp2
+    from fasim.program.library import load_schedule
+    from fasim.views.check_report import render_check
+
+    problem = make_problem(
+        direction=direction,
+        batch=batch,
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        dtype=dtype,
+    )
+    method = Exp2(exp2_fraction, MINIMAX[exp2_degree]) if exp2_degree else None
+    numerics = Numerics(method, rescale_threshold, p_format)
+    result = study(load_schedule(schedule), problem, load_chip(arch, overrides, None), knobs, seed, spread, numerics)
+    console_for(stderr=json_path == "-").print(render_check(result))
+    if json_path is not None:
+        write_text(json_path, json.dumps(result, indent=2) + "\n")
+    if not result["passed"]:
+        raise typer.Exit(1)

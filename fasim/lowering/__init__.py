@@ -1,0 +1,1 @@
+"""From a recorded program to the image that an engine runs: names become indices, demand becomes ticks."""

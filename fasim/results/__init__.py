@@ -1,0 +1,1 @@
+"""Results: plain data that knows no view and runs nothing."""

@@ -1,0 +1,1 @@
+"""From microbenchmark results to an architecture file."""

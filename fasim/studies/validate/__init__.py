@@ -1,0 +1,1 @@
+"""Predictions against measurements: timings, hardware counters, cycle stamps."""
