@@ -18,9 +18,10 @@ import numpy.typing as npt
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.effects import AddSplit, Fetch, Layout, Load, Region, Round, Smem, SplitWeights, Store
+from fasim.program.effects import AddSplit, Fetch, Layout, Load, Region, Round, SplitWeights, Store
 from fasim.program.language import Kernel
 from fasim.program.ops import BarrierUse, Copy, Wait
+from fasim.program.tiles import Smem
 
 #: (head_dim up to, head_dim_v up to, causal) -> tile_m, tile_n, P in registers. tile_size.h
 TILES = {
@@ -264,12 +265,11 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
     values = rows * dv / (32 * COMBINE_WARPS)
     ahead = min(COMBINE_STAGES - 1, cut.splits)
 
-    def use(counter: str) -> BarrierUse:
-        return BarrierUse(full.name, full.stages, counter)
+    use = BarrierUse(full.name, full.stages)
 
     with k.role("combine", warps=COMBINE_WARPS, registers=64) as c, c.tiles():
         into = (Load(Smem("partial")),)
-        load = Copy("load partial", partial.name, partial.line_bytes, "load", "threads", use("load"), effects=into)
+        load = Copy("load partial", partial.name, partial.line_bytes, "load", "threads", use, effects=into)
         with c.loop(ahead, "prefetch"):
             c.record(load)
         c.delay("load LSE", arch.l2.latency_cycles, "memory")
@@ -278,9 +278,9 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
         c.vector("scales", mix, latency={"shfl": 8, "ex2": 2}, effects=weights)
         for trips, more in ((cut.splits - ahead, True), (ahead, False)):
             with c.loop(trips, "splits"):
-                c.record(Wait("wait partial", use("get"), "memory", named=True))
+                c.record(Wait("wait partial", use, "memory", named=True))
                 mix = {"lds": values / 4 + 1, "ffma": values}
-                effects = (AddSplit(Smem("partial", counter="get")),)
+                effects = (AddSplit(Smem("partial")),)
                 c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1}, effects=effects)
                 if more:
                     c.record(load)

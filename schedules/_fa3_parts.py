@@ -21,11 +21,11 @@ from fasim.program.effects import (
     Round,
     RowMax,
     RowSum,
-    Smem,
     Store,
 )
 from fasim.program.language import Barrier, Role, Tensor
 from fasim.program.ops import Mix
+from fasim.program.tiles import Smem
 
 from ._fa3_order import FP8, OVERLAPPED, P_IN_SMEM, SERIAL, Order
 

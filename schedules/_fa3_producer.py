@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fasim.program.effects import Load, Move, Smem
-from fasim.program.language import Ring, Role
+from fasim.program.effects import Load, Move
+from fasim.program.language import Ring, Role, waited
 from fasim.program.ops import BarrierUse, Copy
+from fasim.program.tiles import Smem
 
 #: Shared-memory wavefronts of the transposition per 128 bytes, bank conflicts included: all wavefronts less those of
 #: wgmma and of storing O, over the bytes moved, are 1.07 (d128), 1.21 (d256) and 1.25 (d64) in h200_counters.csv. The
@@ -46,7 +47,7 @@ def load_q(p: Role, ring: Ring, packed: bool) -> None:
         p.load(ring)
         return
     p.wait_barrier(ring.empty, reason="empty", ahead=1, label="wait Q empty")
-    use = BarrierUse(ring.full.name, 1, "Q.load")
+    use = BarrierUse(ring.full.name, 1)
     effects = (Load(Smem("Q")),)
     p.record(Copy("load Q", ring.tensor.name, ring.tensor.line_bytes, "load", "threads", use, effects=effects))
 
@@ -63,7 +64,7 @@ def transpose(p: Role, loads: Ring, ring: Ring) -> None:
     per_block, per_move = TRANSPOSE_SLOTS
     mix = {"lds": moves, "sts": moves, "alu": 4 * moves, "misc": per_block + per_move * moves}
     smem_bytes = 2 * nbytes * TRANSPOSE_WAVEFRONTS
-    effect = Move(Smem(loads.buffer.name), Smem(name, counter=f"{ring.empty.name}.shared.wait"))
+    effect = Move(Smem(loads.buffer.name), Smem(name, after=waited(ring.empty)))
     p.vector("transpose V", mix, smem_bytes=smem_bytes, latency={"smem": ROUND_LATENCIES * moves}, effects=(effect,))
     p.arrive(ring.full, label=f"{name} full")
     p.release(loads)

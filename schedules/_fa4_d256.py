@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fasim.program.effects import Matmul, Smem, Store
+from fasim.program.effects import Matmul, Store
 from fasim.program.language import Kernel, Ring, Role, Tensor
+from fasim.program.tiles import Smem
 
 from ._fa4_grid import Layouts
 from ._fa4_parts import (

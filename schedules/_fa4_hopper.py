@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.effects import Mask, Move, Normalise, Rescale, Round, Smem, Store
+from fasim.program.effects import Mask, Move, Normalise, Rescale, Round, Store
 from fasim.program.language import Barrier, Kernel, Ring, Role, Tensor
+from fasim.program.tiles import Smem
 
 from ._fa3_order import FA4, FA4_CAUSAL
 from ._fa3_order import Order as Softmax

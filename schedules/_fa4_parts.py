@@ -9,21 +9,19 @@ from dataclasses import replace
 from fasim.numerics import Exp2
 from fasim.program.effects import (
     Effect,
-    Load,
     Mask,
     Move,
     Normalise,
     Probabilities,
-    Register,
     Rescale,
     Round,
     RowMax,
     RowSum,
-    Smem,
     Store,
 )
 from fasim.program.language import Barrier, Kernel, Ring, Role, Tensor
-from fasim.program.ops import BarrierUse, Copy, Wait, add_mixes
+from fasim.program.ops import add_mixes
+from fasim.program.tiles import Register
 
 from ._fa4_grid import Layouts
 from ._fa4_tile import ROWS, WHOLE, Config, Share, Tile
@@ -77,14 +75,7 @@ def setup(r: Role) -> None:
 
 def load(r: Role, ring: Ring, tensor: Tensor) -> None:
     """Fill the ring's next stage from ``tensor``."""
-    name = ring.buffer.name
-    r.record(Wait(f"wait {name} empty", BarrierUse(ring.empty.name, ring.empty.stages, f"{name}.put", 1), "empty"))
-    full = BarrierUse(ring.full.name, ring.full.stages, f"{name}.load")
-    boxes = -(-tensor.line_bytes // 2**14)
-    effects = (Load(Smem(name)),)
-    r.record(
-        Copy(f"load {tensor.name}", tensor.name, tensor.line_bytes, "load", bar=full, boxes=boxes, effects=effects)
-    )
+    r.load(ring, tensor, boxes=-(-tensor.line_bytes // 2**14))
 
 
 # --- MMA ------------------------------------------------------------------------------------------------------------
@@ -124,8 +115,7 @@ def leader(k: Kernel, r: Role, c: Config, q_ring: Ring, kv_ring: Ring, halves: i
 def mma(r: Role, c: Config, label: str, n: int, count: int, done: Barrier | None = None, effects: Effects = ()) -> None:
     """``count`` MMAs of all query rows; PV takes P from where the softmax left it. ``done``: commit."""
     a = "smem" if label != "PV" else "tmem" if c.tmem else "register"
-    bar = BarrierUse(done.name, done.stages, f"{done.name}.commit") if done else None
-    options = dict(a=a, dtype=c.dtype, two_cta=c.ctas > 1, bar=bar, slots=SLOTS_PER_MMA, fill_share=c.fill_share)
+    options = dict(a=a, dtype=c.dtype, two_cta=c.ctas > 1, done=done, slots=SLOTS_PER_MMA, fill_share=c.fill_share)
     r.mma(label, m=ROWS * c.ctas, n=n, k=c.depth, count=count, effects=effects, **options)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fasim.program.effects import Smem, Tmem
-from fasim.program.language import Barrier, Kernel
+from fasim.program.language import Barrier, Kernel, committed, waited
+from fasim.program.tiles import Smem, Tmem
 
 ROWS = 128  # query rows of a softmax warpgroup: one a thread, one a lane of tensor memory
 
@@ -80,20 +80,20 @@ class Tile:
     @property
     def next_s(self) -> Tmem:
         """The S that QK fills, whose completion it will commit next."""
-        return Tmem(f"S{self.suffix}", counter=f"{self.scores.name}.commit", back=-1)
+        return Tmem(f"S{self.suffix}", after=committed(self.scores), back=-1)
 
     @property
     def s(self) -> Tmem:
         """The S that the softmax waited for."""
-        return Tmem(f"S{self.suffix}", counter=f"{self.scores.name}.shared.wait")
+        return Tmem(f"S{self.suffix}", after=waited(self.scores))
 
     def p(self, columns: Share) -> Tmem:
         """Columns of P where the softmax writes it, in the place of its S."""
-        return Tmem(f"P{self.suffix}", counter=f"{self.scores.name}.shared.wait", share=columns)
+        return Tmem(f"P{self.suffix}", after=waited(self.scores), share=columns)
 
     def ready_p(self, columns: Share) -> Tmem:
         """Columns of the P that the MMA role waited for."""
-        return Tmem(f"P{self.suffix}", counter=f"{self.ready.name}.shared.wait", share=columns)
+        return Tmem(f"P{self.suffix}", after=waited(self.ready), share=columns)
 
     def o(self, columns: Share = WHOLE) -> Tmem:
         """Columns of O."""

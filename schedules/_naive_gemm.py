@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from fasim.arch import Arch
 from fasim.problem import Problem
-from fasim.program.effects import Effect, Layout, Load, Matmul, Move, Operand, Region, Round, Smem, Store, Tmem
-from fasim.program.language import Kernel, Ring, Role, Tensor
+from fasim.program.effects import Effect, Layout, Load, Matmul, Move, Region, Round, Store
+from fasim.program.language import Kernel, Ring, Role, Tensor, waited
 from fasim.program.ops import BarrierUse, Copy, Mix, Wait, scale_mix
+from fasim.program.tiles import Operand, Smem, Tmem
 
 IntArray = npt.NDArray[np.int64]
 
@@ -213,7 +214,7 @@ def _load(role: Role, ring: Ring, copies: int) -> None:
     role.load(ring)
     name = ring.buffer.name
     for copy in range(1, copies):
-        use = BarrierUse(ring.full.name, ring.full.stages, f"{name}.load {copy}")
+        use = BarrierUse(ring.full.name, ring.full.stages, part=copy)
         effects = (Load(Smem(name)),)
         role.record(Copy(f"load {name}", ring.tensor.name, ring.copy_bytes, "load", "tma", use, effects=effects))
 
@@ -271,11 +272,11 @@ def _blackwell(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int) -> 
     full, empty = k.barrier("accumulator.full", 1, 2), k.barrier("accumulator.empty", 1, 2)
     with k.role("mma", warps=1, registers=64) as w, w.tiles():
         w.wait_barrier(empty, reason="empty", ahead=1)
-        _mainloop(w, g, rings, (TILE_M, g.tile_n), steps, Tmem("C", counter="accumulator.empty.shared.wait"))
+        _mainloop(w, g, rings, (TILE_M, g.tile_n), steps, Tmem("C", after=waited(empty)))
         w.arrive(full)
     with k.role("epilogue", warpgroups=1, registers=168) as w, w.tiles():
         w.wait_barrier(full, reason="full")
-        nbytes, load = 4 * TILE_M * g.tile_n, (Move(Tmem("C", counter="accumulator.full.shared.wait"), "C"),)
+        nbytes, load = 4 * TILE_M * g.tile_n, (Move(Tmem("C", after=waited(full)), "C"),)
         w.vector("load C", {"misc": g.tile_n / 32}, tmem_load_bytes=nbytes, latency={"tmem": 1}, effects=load)
         w.arrive(empty)
         _convert(w, g, TILE_M * g.tile_n, k.problem.dtype)
@@ -290,13 +291,13 @@ def _multistage(k: Kernel, g: Gemm, rings: list[Ring], c: Tensor, steps: int, st
 
     def fill(role: Role) -> None:
         for ring in rings:
-            use = BarrierUse(ring.full.name, ring.full.stages, f"{ring.buffer.name}.load")
+            use = BarrierUse(ring.full.name, ring.full.stages)
             name, into = ring.buffer.name, (Load(Smem(ring.buffer.name)),)
             role.record(Copy(f"load {name}", ring.tensor.name, ring.copy_bytes, "load", "threads", use, effects=into))
 
     def step(role: Role) -> None:
         for ring in rings:
-            use = BarrierUse(ring.full.name, ring.full.stages, f"{ring.buffer.name}.get")
+            use = BarrierUse(ring.full.name, ring.full.stages)
             role.record(Wait(f"wait {ring.buffer.name}", use, "memory", named=True))
         if g.element == 4:
             per_depth = {name: count * g.step * g.tile_n / 128 for name, count in FP32_STEP.items()}

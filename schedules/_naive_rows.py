@@ -13,21 +13,10 @@ import numpy.typing as npt
 
 from fasim.arch import Arch
 from fasim.problem import Problem
-from fasim.program.effects import (
-    Effect,
-    Layout,
-    Load,
-    Normalise,
-    Probabilities,
-    Region,
-    Register,
-    Round,
-    RowMax,
-    RowSum,
-    Store,
-)
+from fasim.program.effects import Effect, Layout, Load, Normalise, Probabilities, Region, Round, RowMax, RowSum, Store
 from fasim.program.language import Kernel
 from fasim.program.ops import Mix, scale_mix
+from fasim.program.tiles import Register
 
 from ._naive_gemm import STEP, TILE_M, keys_of, matrix
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fasim.program.effects import Effect, Mask, Matmul, Move, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Tmem
-from fasim.program.language import Barrier, Kernel, Role
-from fasim.program.ops import BarrierUse, add_mixes
+from fasim.program.effects import Effect, Mask, Matmul, Move, Probabilities, Rescale, Round, RowMax, RowSum
+from fasim.program.language import Barrier, Kernel, Role, arrived, committed, waited
+from fasim.program.ops import add_mixes
+from fasim.program.tiles import Smem, Tmem
 
 from ._triton_parts import (
     MASK_PER_SCORE,
@@ -29,16 +30,16 @@ def _tcgen05(c: Role, cfg: Config, label: str, columns: int, depth: int, done: B
     k = 32 // cfg.element
     effect = Matmul(Tmem("O"), Tmem("P"), Smem("V"), add=True)
     if label == "QK":
-        effect = Matmul(Tmem("S", counter="QK.issue", back=-1), Smem("Q"), Smem("K"), transposed=True)
+        effect = Matmul(Tmem("S", after=committed(done), back=-1), Smem("Q"), Smem("K"), transposed=True)
     c.mma(
         label, m=128, n=columns, k=k, count=depth // k * max(1, cfg.m // 128), a="smem" if label == "QK" else "tmem",
-        dtype=cfg.mma_dtype, bar=BarrierUse(done.name, 1, f"{label}.issue"), effects=(effect,),
+        dtype=cfg.mma_dtype, done=done, effects=(effect,),
     )  # fmt: skip
 
 
 def _scores(c: Role, cfg: Config, masked: bool, done: Barrier, *more: Effect) -> None:
     """S from TMEM, its mask and row maximum, and what is done with it. ``done``: the barrier that QK completes at."""
-    effect = Move(Tmem("S", counter=f"{done.name}.shared.wait"), "S")
+    effect = Move(Tmem("S", after=waited(done)), "S")
     c.vector("load S", {"misc": 4}, tmem_load_bytes=4 * cfg.m * cfg.n, latency={"tmem": 1}, effects=(effect,))
     if masked:
         c.vector("mask", {"alu": MASK_PER_SCORE * cfg.scores}, effects=(Mask("S"),))
@@ -173,7 +174,7 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
     with k.role("correction", warps=4, registers=168) as c, c.tiles():
         for _ in loops(c, ""):
             c.wait_barrier(maximum, reason="full")
-            alpha = (Move(Smem("alpha", counter="maximum.shared.wait"), "alpha"),)
+            alpha = (Move(Smem("alpha", after=waited(maximum)), "alpha"),)
             c.vector("scale", {"fadd": 1, "ex2": 1}, latency={"smem": 1, "ex2": 1}, effects=alpha)
             c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
             _rescale(c, cfg)
@@ -182,7 +183,7 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
         cold(s, "setup", SETUP)
         for mask, _ in loops(s, ""):
             s.wait_barrier(qk_done, reason="full", label="wait QK")
-            alpha = Move("alpha", Smem("alpha", counter="maximum.shared.arrive", back=-1))
+            alpha = Move("alpha", Smem("alpha", after=arrived(maximum), back=-1))
             _scores(s, cfg, mask == "masked", qk_done, alpha)
             s.arrive(s_free)
             s.arrive(maximum)

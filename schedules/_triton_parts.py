@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fasim.arch import Arch
-from fasim.program.effects import Effect, Load, Move, Normalise, Round, Smem, Store, Syncthreads, row_blocks
+from fasim.program.effects import Effect, Load, Move, Normalise, Round, Store, Syncthreads, row_blocks
 from fasim.program.language import Barrier, Kernel, Role, Tensor
 from fasim.program.ops import BarrierUse, Copy, Wait
+from fasim.program.tiles import Smem
 
 #: Instructions per thread outside the loops, from SASS within 6 % over four kernels: before the first loop
 #: SETUP plus 2.4 for each element of O, between the loops BETWEEN, after them 8.7 for each element of O (its division).
@@ -174,7 +175,7 @@ def load_q(c: Role, cfg: Config, q: Tensor) -> None:
 
 def prefetch(c: Role, cfg: Config, tensor: Tensor, full: dict[str, Barrier]) -> None:
     """Start the copy of the next block into the buffer that the last but one iteration has left."""
-    use = BarrierUse(full[tensor.name].name, full[tensor.name].stages, f"{tensor.name}.load")
+    use = BarrierUse(full[tensor.name].name, full[tensor.name].stages)
     engine: Literal["tma", "threads"] = "tma" if cfg.tma else "threads"
     boxes = -(-tensor.line_bytes // (cfg.n * 128)) if cfg.tma else 1
     into = (Load(Smem(tensor.name)),)
@@ -185,7 +186,7 @@ def prefetch(c: Role, cfg: Config, tensor: Tensor, full: dict[str, Barrier]) -> 
 
 def wait_copy(c: Role, cfg: Config, name: str, full: dict[str, Barrier]) -> None:
     """Wait for the oldest copy: an mbarrier (TMA), or cp.async.wait_group, which costs no polling."""
-    use = BarrierUse(full[name].name, full[name].stages, f"{name}.get")
+    use = BarrierUse(full[name].name, full[name].stages)
     c.record(Wait(f"wait {name}", use, "full", named=not cfg.tma))
 
 

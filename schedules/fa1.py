@@ -27,19 +27,18 @@ from fasim.program.effects import (
     Move,
     Normalise,
     Probabilities,
-    Register,
     Rescale,
     Resume,
     ResumeOutput,
     Round,
     RowMax,
     RowSum,
-    Smem,
     Store,
     Syncthreads,
 )
 from fasim.program.language import Kernel, Role, Tensor
 from fasim.program.library import schedule
+from fasim.program.tiles import Cursor, Register, Smem
 
 from ._fa1_grid import ROWS, grid, kv_layout, row_layouts, split_heuristic
 
@@ -194,7 +193,7 @@ def _load_q(w: Role, q: Tensor, first: bool) -> None:
 
 def _q_to_smem(w: Role, cfg: Config, first: bool) -> None:
     """Into the other of two buffers."""
-    effects: tuple[Effect, ...] = (Move("next Q", Smem("Q", counter="load Q", share=(0, 1))),)
+    effects: tuple[Effect, ...] = (Move("next Q", Smem("Q", after=Cursor("copy", "load Q"), share=(0, 1))),)
     effects += () if first else (Move("next lse", "its lse"),)
     mix = {"sts": 1, "f2fp": cfg.d / 16}
     w.vector("Q to SMEM", mix, smem_bytes=2.0 * ROWS * cfg.d, latency={"smem": 1}, effects=effects)
@@ -214,7 +213,7 @@ def _step(w: Role, cfg: Config, arch: Arch, first: bool, final: bool, more: bool
         smem_bytes=2.0 * ROWS * d * WARPS,  # every warp reads all of Q
         mma_sync_flops=cfg.flops,
         latency={"smem": 1, "mma_sync": 1},
-        effects=(*begin, Matmul("S", Smem("Q", counter="load Q", share=(0, 1)), "K", transposed=True)),
+        effects=(*begin, Matmul("S", Smem("Q", after=Cursor("copy", "load Q"), share=(0, 1)), "K", transposed=True)),
     )
     if not first:
         w.copy("load O", cfg.partial_again, cfg.partial.line_bytes, "load", "threads", effects=(Load("O"),))

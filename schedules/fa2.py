@@ -28,7 +28,6 @@ from fasim.program.effects import (
     Round,
     RowMax,
     RowSum,
-    Smem,
     Store,
     Syncthreads,
     row_blocks,
@@ -36,6 +35,7 @@ from fasim.program.effects import (
 from fasim.program.language import Kernel, Role, Tensor
 from fasim.program.library import schedule
 from fasim.program.ops import Mix, add_mixes
+from fasim.program.tiles import Smem
 
 #: head_dim limit -> (tile_m, tile_n, warps, registers per thread); flash_fwd_launch_template.h, registers from SASS.
 TILES: dict[int, tuple[int, int, int, int]] = {

@@ -21,9 +21,10 @@ from typing import Annotated, Literal
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.effects import Matmul, Smem, Store
+from fasim.program.effects import Matmul, Store
 from fasim.program.language import Kernel, Ring, Role
 from fasim.program.library import schedule
+from fasim.program.tiles import Smem
 
 from ._fa4_d256 import d256_kernel
 from ._fa4_grid import Layouts, Order, grid, rescales

@@ -31,10 +31,11 @@ import numpy as np
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum, Smem
+from fasim.program.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum
 from fasim.program.language import Barrier, Kernel, Role
 from fasim.program.library import schedule
 from fasim.program.ops import add_mixes
+from fasim.program.tiles import Smem
 
 from ._triton_blackwell import blackwell, blackwell_specialized
 from ._triton_parts import (

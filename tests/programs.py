@@ -20,7 +20,7 @@ from fasim.engine.image import Image, RawResult
 from fasim.errors import FasimError
 from fasim.lowering.lower import lower
 from fasim.problem import Problem
-from fasim.program.language import Barrier, Kernel, Ring, Role
+from fasim.program.language import Kernel, Ring, Role
 from fasim.program.ops import BarrierUse, Copy
 from fasim.results.reasons import REASONS, UNIT_SLICE
 
@@ -243,14 +243,9 @@ class Plan:
                 with i.loop("trips"):
                     for _ in rings:
                         i.wait_barrier(go, reason="full")
-                        i.mma("umma", m=64, n=64, k=16, count=2, two_cta=pair, bar=commit(done))
+                        i.mma("umma", m=64, n=64, k=16, count=2, two_cta=pair, done=done)
                 i.wait_mma()
         return k
-
-
-def commit(barrier: Barrier) -> BarrierUse:
-    """The ``bar`` of an MMA that arrives at ``barrier`` when its group completes."""
-    return BarrierUse(barrier.name, barrier.stages, f"{barrier.name}.commit")
 
 
 @contextmanager
@@ -321,7 +316,7 @@ class Chaos:
                         elif what == "wait":
                             r.wait_barrier(bar, ahead=which % 2)
                         elif what == "copy":
-                            use = BarrierUse(bar.name, bar.stages, f"{bar.name}.load")
+                            use = BarrierUse(bar.name, bar.stages)
                             r.record(Copy("copy", x.name, 256, "load", "tma", use, scope == "cluster"))
                         else:
                             r.delay("delay", 10 * which)

@@ -75,9 +75,9 @@ def test_a_users_own_wrong_schedule_exits_with_1(fasim, capsys, tmp_path, file, 
 OWN = """
 import numpy as np
 
-from fasim.program.effects import (
-    Mask, Matmul, Normalise, Probabilities, Rescale, Round, RowMax, RowSum, Smem, Store, row_blocks
-)
+from fasim.program.effects import Mask, Matmul, Normalise, Probabilities, Rescale, Round, RowMax, RowSum, Store
+from fasim.program.effects import row_blocks
+from fasim.program.tiles import Smem
 from fasim.program.library import schedule
 from fasim.program.language import Kernel
 

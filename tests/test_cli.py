@@ -9,6 +9,7 @@ import pytest
 from fake_simulator import Fake, fake  # noqa: F401  (a fixture)
 
 from fasim import __version__, cli
+from fasim.cli.app import run
 from fasim.problem import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +47,7 @@ def test_help_states_the_default_shape():
     assert Problem() == Problem(
         batch=4, seqlen_q=4096, heads_q=16, head_dim=128, causal=False, dtype="bf16", direction="fwd"
     )
-    assert "4 sequences of 4096 tokens with 16 heads of 128, BF16 forward" in (cli.run.__doc__ or "")
+    assert "4 sequences of 4096 tokens with 16 heads of 128, BF16 forward" in (run.__doc__ or "")
 
 
 def test_run_passes_every_option(fasim, fake: Fake):  # noqa: F811

@@ -6,11 +6,12 @@ import pytest
 from programs import kernel, toy_arch
 
 from fasim.arch import load_arch
+from fasim.arch.instructions import INSTRUCTIONS
 from fasim.engine import image as im
 from fasim.errors import ConfigError
 from fasim.lowering import cost
 from fasim.lowering.lower import lower
-from fasim.program.ops import INSTRUCTION_PIPE, Mma, Vector
+from fasim.program.ops import Mma, Vector
 
 
 def demand(mix, arch=None, warps=4, share=0.0, **options):
@@ -36,7 +37,7 @@ def test_interval_is_the_sub_cores_share_of_lanes(name, pipe, interval):
 @pytest.mark.parametrize("arch", ["a100", "h100", "b200"])
 def test_every_instruction_class_has_an_interval(arch):
     chip = load_arch(arch)
-    for name in INSTRUCTION_PIPE:
+    for name in INSTRUCTIONS:
         if (name != "ffma2" or arch == "b200") and (name != "f2fp8" or arch != "a100"):
             assert cost.interval(chip, name) > 0
 

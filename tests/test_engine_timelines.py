@@ -7,7 +7,7 @@ The numbers are those of ``toy.toml``: CTAs start at 100, 110, ... and a load of
 from __future__ import annotations
 
 import pytest
-from programs import TOY_MHZ, both, commit, cycles, kernel, log, toy_arch
+from programs import TOY_MHZ, both, cycles, kernel, log, toy_arch
 
 from fasim.arch import Arch
 from fasim.engine import compiled, reference
@@ -173,7 +173,7 @@ def test_commit_arrives_at_a_barrier():
     k = kernel(toy_arch())
     done = k.barrier("done", 1)
     with k.role("mma", warps=1, registers=24) as m, m.tiles():
-        m.mma("QK", m=64, n=128, k=16, count=1, bar=commit(done))
+        m.mma("QK", m=64, n=128, k=16, count=1, done=done)
     with k.role("softmax", warps=4, registers=24) as s, s.tiles():
         s.wait_barrier(done, reason="dependency", label="wait S")
         s.vector("exp", {"ex2": 2})
@@ -189,7 +189,7 @@ def test_a_pair_of_ctas_shares_one_mma():
     k = kernel(toy_arch("chip.sm_count=2", "launch.cta_dispatch_ns=0"), tiles=2, cluster=2)
     done = k.barrier("done", 2)
     with k.role("mma", warps=1, registers=24) as m, m.tiles():
-        m.mma("QK", m=128, n=128, k=16, count=1, two_cta=True, bar=commit(done))
+        m.mma("QK", m=128, n=128, k=16, count=1, two_cta=True, done=done)
         m.wait_barrier(done, label="both")
     assert log(k) == [
         "100-108 SM0 mma: QK (issue)",

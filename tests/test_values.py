@@ -21,21 +21,18 @@ from fasim.program.effects import (
     Normalise,
     Probabilities,
     Region,
-    Register,
     Rescale,
     Resume,
     ResumeOutput,
     RowMax,
     RowSum,
-    Smem,
     Store,
     Syncthreads,
-    Tmem,
     row_blocks,
 )
 from fasim.program.language import Kernel
 from fasim.program.library import load_schedule
-from fasim.program.ops import BarrierUse
+from fasim.program.tiles import Register, Smem, Tmem
 
 SIZE = 16  # rows and columns of the matrices
 
@@ -329,8 +326,7 @@ def pair_product(*, alias=False, wait=True):
             if wait:
                 m.wait_barrier(full)
             effect = Matmul(Tmem("S"), Smem("A"), Smem("B"), transposed=True)
-            bar = BarrierUse(done.name, 1, "done.commit")
-            m.mma("AB", m=256, n=32, k=16, count=1, two_cta=True, bar=bar, effects=(effect,))
+            m.mma("AB", m=256, n=32, k=16, count=1, two_cta=True, done=done, effects=(effect,))
     with k.role("epilogue", warps=4, registers=24) as e, e.tiles():
         e.wait_barrier(done)
         e.vector("read", {"alu": 1}, effects=(Move(Tmem("S"), "s"), Move(Register("s", share=(0, 0.5)), Tmem("P"))))

@@ -27,7 +27,6 @@ from fasim.program.effects import (
     Move,
     Normalise,
     Probabilities,
-    Register,
     Rescale,
     Resume,
     ResumeOutput,
@@ -36,8 +35,8 @@ from fasim.program.effects import (
     RowSum,
     SplitWeights,
     Store,
-    Tmem,
 )
+from fasim.program.tiles import Register, Tmem
 
 
 def _scale_log2(problem: Problem) -> float:

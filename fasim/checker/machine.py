@@ -20,9 +20,10 @@ from fasim.engine import image as im
 from fasim.engine.image import Image
 from fasim.engine.reference_state import Agent
 from fasim.errors import ModelError
-from fasim.program.effects import Effect, Load, Matmul, Place, Register, Smem, Syncthreads, Tmem
+from fasim.program.effects import Effect, Load, Matmul, Syncthreads
 from fasim.program.language import Kernel, walk
 from fasim.program.ops import Arrive, Copy, Mma, Op, TileLoop, Wait, WaitCopies, WaitMma
+from fasim.program.tiles import Place, Register, Smem, Tmem
 from fasim.results.findings import Finding, Kind, Log
 
 _WHOLE: Share = (0.0, 1.0)
@@ -85,11 +86,9 @@ class Machine:
             actor.groups.append(step)
         elif not isinstance(op, Wait | WaitMma | WaitCopies):
             self._own(step)
-        use = op.use if isinstance(op, Arrive | Wait) else op.bar if isinstance(op, Mma) else None
         if isinstance(op, Arrive):
             step.clock = actor.known({})
-        if use is not None:
-            actor.counts[use.counter] = actor.counts.get(use.counter, 0) + 1
+        actor.count(op.cursor)
         return step
 
     def copying(self, step: object, line: int, until: int) -> None:
@@ -105,12 +104,12 @@ class Machine:
             self._own(step)
             return
         kind = "load" if op.kind == "load" else "store"
-        stage = actor.counts.get(op.bar.counter, 0) % op.bar.stages if op.bar else 0
+        cursor = op.cursor
+        stage = actor.counts.get(cursor, 0) % op.bar.stages if op.bar else 0
         self._act(step, (op.engine, actor.key, kind, op.tensor if op.bar else "", stage), actor.common)
         if op.bar is None:
             actor.copies[kind].append(step)
-        counter = op.bar.counter if op.bar else op.label
-        actor.counts[counter] = actor.counts.get(counter, 0) + 1
+        actor.count(cursor)
         self._later(step, until)
 
     def issued(self, step: object, until: int) -> None:
@@ -285,14 +284,14 @@ class Machine:
         if stages == 1:
             return 0
         actor, op = step.actor, step.op
-        if isinstance(op, Copy) and op.kind == "load" and op.bar and place.counter is None:
-            return actor.counts.get(op.bar.counter, 0) % stages
-        counter = place.counter or f"{place.name}.get"
-        selected = actor.counts.get(counter, 0) - 1 - place.back
+        if isinstance(op, Copy) and op.kind == "load" and op.bar and place.after is None:
+            return actor.counts.get(op.cursor, 0) % stages
+        cursor = place.cursor
+        selected = actor.counts.get(cursor, 0) - 1 - place.back
         if selected < 0:
             raise ModelError(
                 f"{self.kernel.name}: role '{actor.role.name}', operation '{op.label}': which stage of "
-                f"'{place.name}'? Counter '{counter}' has not selected one (counters: {', '.join(actor.counts)})"
+                f"'{place.name}'? The role has not come to a {cursor.action} of '{cursor.of}' that selects one"
             )
         return selected % stages
 

@@ -12,6 +12,7 @@ from fasim.engine.reference_state import Agent
 from fasim.program.effects import Effect
 from fasim.program.language import Role
 from fasim.program.ops import Op
+from fasim.program.tiles import Cursor
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Actor:
     ctas: list[Cta]  # of the cluster, by rank
     key: tuple[int, int, int, int]
     clock: Clock = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[Cursor | None, int] = field(default_factory=dict)
     mma: Clock = field(default_factory=dict)  # the queue of its MMAs
     #: Where the role's warps are looked at one by one (``effects.Syncthreads``): what all of them know, and what each
     #: knows of its own part beyond that and ``clock``, which is what a warp knows of work on its own rows.
@@ -51,6 +52,11 @@ class Actor:
     def name(self) -> str:
         """Role and instance, as in traces."""
         return self.role.name if self.role.count == 1 else f"{self.role.name}{self.instance}"
+
+    def count(self, cursor: Cursor | None) -> None:
+        """The role has executed what it counts by ``cursor``."""
+        if cursor is not None:
+            self.counts[cursor] = self.counts.get(cursor, 0) + 1
 
     def learn(self, clock: Clock, own: bool = False) -> None:
         """The role knows what ``clock`` knows; ``own``: each warp of it only of its own part.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from fasim.arch import Arch
+from fasim.arch.instructions import INSTRUCTIONS, InstructionClass
 from fasim.engine.image import (
     P_ALU,
     P_FMA,
@@ -28,23 +30,11 @@ from fasim.engine.image import (
 )
 from fasim.errors import ConfigError, ModelError
 from fasim.problem import DTYPE_BITS
-from fasim.program.ops import INSTRUCTION_PIPE, Mma, Vector
+from fasim.program.ops import LatencyKind, Mma, Vector
 
 #: Bits of an MMA operand in shared memory; TF32 is stored as FP32.
 OPERAND_BITS = {**DTYPE_BITS, "tf32": 32}
 
-#: Which field of ``Interference`` says how long an instruction of a class delays a running MMA.
-_DELAY_FIELD = {
-    "ffma": "ffma_delay_cycles",
-    "imad": "ffma_delay_cycles",
-    "fmul": "fmul_delay_cycles",
-    "fadd": "fadd_delay_cycles",
-    "fmnmx": "alu_delay_cycles",
-    "f2fp": "alu_delay_cycles",
-    "f2fp8": "alu_delay_cycles",
-    "alu": "alu_delay_cycles",
-    "fsel": "alu_delay_cycles",
-}
 _PIPE_INDEX = {"issue": P_ISSUE, "fma": P_FMA, "alu": P_ALU, "mufu": P_MUFU, "lsu": P_LSU}
 
 
@@ -71,36 +61,17 @@ class VectorDemand:
         return int(max(self.alone.max(), self.beside.max()))
 
 
-def interval(arch: Arch, instruction: str) -> float:
+def interval(arch: Arch, instruction: InstructionClass) -> float:
     """Initiation interval of a warp instruction on its sub-core's pipe, in cycles."""
     sm = arch.sm
-    lanes = {
-        "ffma": sm.fma.ops_per_cycle,
-        "fmul": sm.fma.ops_per_cycle,
-        "fadd": sm.fma.ops_per_cycle,
-        "ffma2": sm.fma.packed_ops_per_cycle,
-        "imad": sm.fma.imad_ops_per_cycle,
-        "fmnmx": sm.alu.ops_per_cycle,
-        "alu": sm.alu.ops_per_cycle,
-        "fsel": sm.alu.ops_per_cycle,
-        "f2fp": sm.alu.convert_ops_per_cycle,
-        "f2fp8": sm.alu.convert_fp8_ops_per_cycle,
-        "ex2": sm.mufu.ops_per_cycle,
-        "mufu": sm.mufu.other_ops_per_cycle,
-        "shfl": sm.lsu.shuffle_ops_per_cycle,
-        "lds": sm.lsu.shuffle_ops_per_cycle,
-        "ldsm": sm.lsu.shuffle_ops_per_cycle,
-        "sts": sm.lsu.shuffle_ops_per_cycle,
-        "ldg": sm.lsu.shuffle_ops_per_cycle,
-        "stg": sm.lsu.shuffle_ops_per_cycle,
-        "misc": 32 * sm.issue.ops_per_cycle,
-    }[instruction]
+    path = INSTRUCTIONS[instruction].lanes
+    lanes = attrgetter(path)(sm) if path else 32 * sm.issue.ops_per_cycle
     if not lanes:
         raise ModelError(f"{arch.name} has no instruction of class '{instruction}'")
-    return 32 * sm.sub_cores / lanes
+    return float(32 * sm.sub_cores / lanes)
 
 
-def result_latency(arch: Arch, kind: str) -> float:
+def result_latency(arch: Arch, kind: LatencyKind) -> float:
     """Latency in cycles from issue to a dependent instruction."""
     sm = arch.sm
     table = {
@@ -142,10 +113,11 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     exponentials = op.mix.get("ex2", 0.0) > 0
     delay = stop = stalled = kept = 0.0
     for name, count in op.mix.items():
-        if name not in INSTRUCTION_PIPE:
+        if name not in INSTRUCTIONS:
             raise ConfigError(f"operation '{op.label}': unknown instruction class '{name}'")
+        instruction = INSTRUCTIONS[name]
         n = count * per_core
-        pipe = _PIPE_INDEX[INSTRUCTION_PIPE[name]]
+        pipe = _PIPE_INDEX[instruction.pipe]
         ii = interval(arch, name)
         alone[P_ISSUE] += n * slot
         beside[P_ISSUE] += n * slot
@@ -158,21 +130,18 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
         if inter is not None:
             if pipe == P_ALU:
                 slowed = max(ii, inter.alu_cycles * ii / interval(arch, "alu"))
-                beside[P_PORT] += n * (inter.fsel_port_cycles if name == "fsel" else inter.alu_port_cycles)
             elif pipe == P_MUFU:
                 slowed = max(ii, inter.mufu_cycles * ii / interval(arch, "ex2"))
-                beside[P_PORT] += n * inter.mufu_port_cycles
-            elif pipe == P_FMA:
-                port = {"fmul": inter.fmul_port_cycles, "fadd": inter.fadd_port_cycles}
-                beside[P_PORT] += n * port.get(name, inter.ffma_port_cycles)
             elif name == "shfl":
                 slowed = max(ii, inter.shuffle_cycles)
-            if name in _DELAY_FIELD:
+            if instruction.port:
+                beside[P_PORT] += n * getattr(inter, instruction.port)
+            if instruction.mma_delay and instruction.ex2_wait:
                 if name == "fmul" and exponentials:  # several at once after an EX2: no MMA makes up for them
                     stop += n * inter.fmul_stop_cycles
                 else:  # a run of FMUL is paced by the port
-                    delay += n * getattr(inter, _DELAY_FIELD[name])
-                kept += n * (inter.ex2_wait_ffma_cycles if name in ("ffma", "imad") else inter.ex2_wait_cycles)
+                    delay += n * getattr(inter, instruction.mma_delay)
+                kept += n * getattr(inter, instruction.ex2_wait)
         beside[pipe] += n * slowed
         if mma_sync or op.mma_sync_flops:
             by_pipe = {P_FMA: sync.fma_mma_cycles, P_ALU: sync.alu_mma_cycles, P_MUFU: sync.mufu_mma_cycles}

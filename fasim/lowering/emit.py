@@ -29,6 +29,7 @@ from fasim.program.ops import (
     WaitCopies,
     WaitMma,
 )
+from fasim.program.tiles import Cursor
 from fasim.results.reasons import REASONS
 
 #: Vector work is cut into chunks of about this many cycles, so that roles interleave on the pipes.
@@ -71,7 +72,7 @@ class _AgentEmitter:
         self.kernel, self.role, self.instance, self.tables = kernel, role, instance, tables
         self.arch = kernel.arch
         self.port_share, self.mma_sync = port_share, mma_sync
-        self.counters: dict[str, int] = {}
+        self.counters: dict[Cursor | None, int] = {}
         self.op: Op | None = None
         self.columns = {name: i for i, name in enumerate(kernel.tiles)}
         self.tensor_index = {tensor.name: i for i, tensor in enumerate(kernel.tensors)}
@@ -108,7 +109,8 @@ class _AgentEmitter:
             base += (self.instance + (which == "next")) % instances * use.stages
         self.set(pc, im.M_BAR, base)
         self.set(pc, im.M_STAGES, use.stages)
-        self.set(pc, im.M_COUNTER, self.counters.setdefault(use.counter, len(self.counters)))
+        assert self.op is not None
+        self.set(pc, im.M_COUNTER, self.counters.setdefault(self.op.cursor, len(self.counters)))
 
     def body(self, ops: tuple[Op, ...] | list[Op], depth: int = 0) -> None:
         for op in ops:

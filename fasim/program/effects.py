@@ -3,9 +3,9 @@
 An operation may carry effects; a schedule whose operations do computes attention on NumPy arrays while it is timed
 (``fasim check``, docs/values.md). Effects say *what* is read and written *where*; they take no time.
 
-Where data is: a plain name is a register tile of the role instance; :class:`Smem` and :class:`Tmem` are stages of a
-shared-memory buffer and regions of tensor memory. Arrays are matrices: S and P ``(rows, keys)``, O ``(rows, dv)``,
-row maximum, sum and correction ``(rows, 1)``. An instance of a role holds its own rows.
+Where data is: a plain name is a register tile of the role instance; other places are in
+:mod:`fasim.program.tiles`. Arrays are matrices: S and P ``(rows, keys)``, O ``(rows, dv)``, row maximum, sum and
+correction ``(rows, 1)``. An instance of a role holds its own rows.
 """
 
 from __future__ import annotations
@@ -18,42 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fasim.numerics.exp2 import MUFU, Exp2
+from fasim.program.tiles import Operand
 
 IntArray = npt.NDArray[np.int64]
-
-
-# --- places -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Place:
-    """A named place.
-
-    The stage of a ring is ``stage`` or, without it, the one that the role's counter ``counter`` (None: of waits for
-    the full barrier) selected last; ``back`` counts from there to stages selected before, -1 is the next. ``share`` is
-    a part (from, to) of its rows, in registers and tensor memory of its columns; None is the instance's own rows where
-    an effect works on rows, else all. ``columns``: of shared memory, only a part (from, to) of its columns is read.
-    """
-
-    name: str
-    back: int = 0
-    stage: int | None = None
-    counter: str | None = None
-    share: tuple[float, float] | None = None
-    columns: tuple[float, float] | None = None
-
-
-class Register(Place):
-    """A register tile of the role instance. A plain string is one too."""
-
-
-class Smem(Place):
-    """A stage of a shared-memory buffer."""
-
-
-class Tmem(Place):
-    """A stage of a region of tensor memory."""
-
-
-Operand = str | Place
 
 
 # --- global memory ------------------------------------------------------------------------------------------------

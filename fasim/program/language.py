@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,235 +18,35 @@ import numpy.typing as npt
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.effects import Effect, Layout, Load, Smem
-from fasim.program.ops import (
-    Arrive,
-    BarrierUse,
-    Copy,
-    Delay,
-    Loop,
-    Mix,
-    Mma,
-    Only,
-    Op,
-    TileLoop,
-    Vector,
-    Wait,
-    WaitCopies,
-    WaitMma,
-)
+from fasim.program.declarations import Barrier, Buffer, Region, Ring, Tensor, arrived, committed, waited
+from fasim.program.effects import Layout
+from fasim.program.ops import Loop, Only, Op, TileLoop
+from fasim.program.role import Group, Role
+from fasim.program.tiles import Register, Shape, Smem, Tile, Tmem, register_tile
 
-Instance = Literal["shared", "own", "next"]
+__all__ = [
+    "Barrier",
+    "Buffer",
+    "GridMode",
+    "Group",
+    "Kernel",
+    "Region",
+    "Register",
+    "Ring",
+    "Role",
+    "Shape",
+    "Smem",
+    "Tensor",
+    "Tile",
+    "Tmem",
+    "arrived",
+    "committed",
+    "register_tile",
+    "waited",
+    "walk",
+]
+
 GridMode = Literal["single", "static", "dynamic"]
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """An mbarrier ring or a named barrier: ``stages`` barriers of ``arrivals`` arrivals a phase.
-
-    A barrier declared ``per_instance`` exists once per instance of a role (a turn each); with
-    ``primed`` the first phase of the first instance's counts as complete, so that it begins.
-    """
-
-    name: str
-    arrivals: int
-    stages: int = 1
-    per_instance: int = 0  # number of instances, 0 = one barrier for all
-    named: bool = False
-    primed: bool = False
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """``stages`` x ``bytes`` of shared memory. ``aliases`` names a buffer whose space it reuses."""
-
-    name: str
-    bytes: int
-    stages: int = 1
-    aliases: str | None = None
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor in global memory as the L2 sees it: lines of one copy each.
-
-    ``start`` is the tile-table column with the first line a work tile touches, ``step`` the lines
-    to move on with every further copy in that tile; ``lines`` the number of distinct lines.
-    ``layout`` says which rows of which array a line holds, for execution on values.
-    """
-
-    name: str
-    lines: int
-    line_bytes: int
-    start: str
-    step: int = 0
-    layout: Layout | None = None
-
-
-@dataclass(frozen=True)
-class Region:
-    """``stages`` x ``columns`` columns of tensor memory from column ``first`` on; regions may share columns."""
-
-    name: str
-    first: int
-    columns: int
-    stages: int = 1
-
-
-@dataclass(frozen=True)
-class Ring:
-    """A staged buffer with full and empty barriers, filled by copies of ``tensor``."""
-
-    buffer: Buffer
-    full: Barrier
-    empty: Barrier
-    tensor: Tensor
-    copy_bytes: int
-    multicast: bool
-    boxes: int
-
-
-@dataclass
-class Role:
-    """A concurrent program on the SM: ``count`` identical instances of ``warps`` warps each."""
-
-    name: str
-    warps: int
-    count: int
-    registers: int
-    body: list[Op] = field(default_factory=list)
-    _stack: list[list[Op]] = field(default_factory=list, repr=False)
-
-    def record(self, op: Op) -> None:
-        """Append ``op`` to the innermost open body."""
-        (self._stack[-1] if self._stack else self.body).append(op)
-
-    # --- structure -------------------------------------------------------------------------
-    @contextmanager
-    def tiles(self, draws: bool = False) -> Iterator[None]:
-        """The loop over work tiles. ``draws``: this role asks a dynamic scheduler for them."""
-        self._stack.append([])
-        yield
-        self.record(TileLoop("tiles", tuple(self._stack.pop()), draws))
-
-    @contextmanager
-    def loop(self, trips: int | str, label: str | None = None) -> Iterator[None]:
-        """A loop of ``trips`` iterations: a number, or the name of a tile-table column."""
-        self._stack.append([])
-        yield
-        self.record(Loop(label or str(trips), trips, tuple(self._stack.pop())))
-
-    @contextmanager
-    def only(self, instance: int, others: bool = False) -> Iterator[None]:
-        """Operations of one instance (-1: the last); with ``others``, of all the rest."""
-        self._stack.append([])
-        yield
-        self.record(Only("only", instance, tuple(self._stack.pop()), others))
-
-    # --- memory ----------------------------------------------------------------------------
-    def load(self, ring: Ring) -> None:
-        """Wait until the ring's next stage is empty, then start the copy that fills it."""
-        name = ring.buffer.name
-        self.record(
-            Wait(f"wait {name} empty", BarrierUse(ring.empty.name, ring.empty.stages, f"{name}.put", 1), "empty")
-        )
-        use = BarrierUse(ring.full.name, ring.full.stages, f"{name}.load")
-        line, effects = ring.tensor, (Load(Smem(name)),)
-        self.record(
-            Copy(
-                f"load {name}",
-                line.name,
-                ring.copy_bytes,
-                "load",
-                "tma",
-                use,
-                ring.multicast,
-                ring.boxes,
-                effects=effects if line.layout else (),
-            )
-        )
-
-    def wait(self, ring: Ring, polled: bool = True) -> None:
-        """Consumer: wait until the next stage of ``ring`` is full. ``polled``: see ``ops.Wait``."""
-        name = ring.buffer.name
-        use = BarrierUse(ring.full.name, ring.full.stages, f"{name}.get")
-        self.record(Wait(f"wait {name}", use, "full", polled=polled))
-
-    def release(self, ring: Ring) -> None:
-        """Consumer: give the oldest acquired stage back (to every CTA that fills it)."""
-        name = ring.buffer.name
-        use = BarrierUse(ring.empty.name, ring.empty.stages, f"{name}.release")
-        self.record(Arrive(f"release {name}", use, "cluster" if ring.multicast else "cta"))
-
-    def copy(
-        self,
-        label: str,
-        tensor: Tensor,
-        nbytes: int,
-        kind: Literal["load", "store", "reduce"],
-        engine: Literal["tma", "threads"] = "tma",
-        boxes: int = 1,
-        effects: tuple[Effect, ...] = (),
-    ) -> None:
-        """A copy the role itself waits for with :meth:`wait_copies`."""
-        self.record(Copy(label, tensor.name, nbytes, kind, engine, boxes=boxes, effects=effects))
-
-    def wait_copies(self, kind: Literal["load", "store"], label: str | None = None) -> None:
-        """Wait for this role's outstanding loads or stores."""
-        self.record(WaitCopies(label or f"wait {kind}s", kind))
-
-    # --- work ------------------------------------------------------------------------------
-    def mma(self, label: str, *, m: int, n: int, k: int, count: int, **options: Any) -> None:
-        """Issue and commit ``count`` asynchronous MMAs of m x n x k. Options: see ``ops.Mma``."""
-        self.record(Mma(label, m, n, k, count, **options))
-
-    def wait_mma(self, pending: int = 0, label: str = "wait MMA", effects: tuple[Effect, ...] = ()) -> None:
-        """Wait until at most ``pending`` committed MMA groups of this role are incomplete."""
-        self.record(WaitMma(label, pending, effects=effects))
-
-    def vector(self, label: str, mix: Mix, **options: Any) -> None:
-        """Vector instructions per thread. Options: see ``ops.Vector``."""
-        self.record(Vector(label, dict(mix), **options))
-
-    def delay(self, label: str, cycles: float, reason: str = "dependency", effects: tuple[Effect, ...] = ()) -> None:
-        """A fixed latency."""
-        self.record(Delay(label, cycles, reason, effects=effects))
-
-    # --- synchronisation -------------------------------------------------------------------
-    def arrive(
-        self,
-        barrier: Barrier,
-        instance: Instance = "shared",
-        scope: Literal["cta", "cluster", "leader"] = "cta",
-        label: str | None = None,
-    ) -> None:
-        """Arrive at ``barrier``; ``instance`` selects one of a per-instance barrier."""
-        use = BarrierUse(_select(barrier, instance), barrier.stages, f"{barrier.name}.{instance}.arrive")
-        self.record(Arrive(label or f"arrive {barrier.name}", use, scope))
-
-    def wait_barrier(
-        self,
-        barrier: Barrier,
-        instance: Instance = "shared",
-        reason: str = "barrier",
-        ahead: int = 0,
-        label: str | None = None,
-        effects: tuple[Effect, ...] = (),
-    ) -> None:
-        """Wait for the next phase of ``barrier``."""
-        use = BarrierUse(_select(barrier, instance), barrier.stages, f"{barrier.name}.{instance}.wait", ahead)
-        self.record(Wait(label or f"wait {barrier.name}", use, reason, barrier.named, effects=effects))
-
-    def sync(self, barrier: Barrier, instance: Instance = "shared", label: str | None = None) -> None:
-        """Arrive and wait (bar.sync)."""
-        self.arrive(barrier, instance, label=label)
-        self.wait_barrier(barrier, instance, label=label)
-
-
-def _select(barrier: Barrier, instance: Instance) -> str:
-    if (instance == "shared") != (barrier.per_instance == 0):
-        raise ConfigError(f"barrier '{barrier.name}': instance '{instance}' does not fit its declaration")
-    return barrier.name if instance == "shared" else f"{barrier.name}@{instance}"
 
 
 @dataclass
@@ -320,25 +120,32 @@ class Kernel:
     def ring(
         self,
         tensor: Tensor,
-        nbytes: int,
+        shape: Shape | int,
         stages: int,
         *,
         consumers: int,
+        name: str | None = None,
         multicast: bool = False,
-        boxes: int = 1,
-        aliases: str | None = None,
+        boxes: int | None = None,
+        copies: int = 1,
     ) -> Ring:
-        """A buffer of ``stages`` x ``nbytes`` with full and empty mbarriers per stage.
+        """A buffer of ``stages`` tiles of ``shape`` with full and empty mbarriers per stage, named as the tensor.
 
-        ``consumers`` arrivals release a stage. With ``multicast`` every CTA of the cluster loads its
-        share into all of them, so a stage is filled by ``cluster`` copies and released by the
-        consumers of all CTAs.
+        An integer ``shape`` is a stage of that many bytes which no product reads. ``consumers`` arrivals release a
+        stage, ``copies`` copies fill it. With ``multicast`` every CTA of the cluster loads its share into all of them,
+        so a stage is filled by ``cluster`` copies and released by the consumers of all CTAs. ``boxes``: TMA boxes of a
+        copy, if not those of 128 bytes that the shape has.
         """
+        name = name or tensor.name
         share = self.cluster if multicast else 1
-        buffer = self.smem(tensor.name, nbytes, stages, aliases)
-        full = self.barrier(f"{tensor.name}.full", share, stages)
-        empty = self.barrier(f"{tensor.name}.empty", consumers * share, stages)
-        return Ring(buffer, full, empty, tensor, int(nbytes) // share, multicast, boxes)
+        nbytes = shape.bytes if isinstance(shape, Shape) else int(shape)
+        if boxes is None:
+            boxes = shape.boxes if isinstance(shape, Shape) else 1
+        buffer = self.smem(name, nbytes, stages)
+        full = self.barrier(f"{name}.full", share * copies, stages)
+        empty = self.barrier(f"{name}.empty", consumers * share, stages)
+        kept = shape if isinstance(shape, Shape) else None
+        return Ring(buffer, full, empty, tensor, nbytes // share // copies, multicast, boxes, kept, copies)
 
     @contextmanager
     def role(self, name: str, *, warps: int = 0, warpgroups: int = 0, count: int = 1, registers: int) -> Iterator[Role]:

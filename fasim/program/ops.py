@@ -10,46 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fasim.arch.instructions import InstructionClass
 from fasim.errors import ConfigError
 from fasim.program.effects import Effect
+from fasim.program.tiles import Cursor
 
-#: Instruction classes of vector work and the pipe each executes on (per sub-core).
-#: ``misc`` is anything that only costs an issue slot (uniform datapath, moves, branches).
-INSTRUCTION_PIPE: dict[str, str] = {
-    "ffma": "fma",
-    "fmul": "fma",
-    "fadd": "fma",
-    "ffma2": "fma",  # packed f32x2, Blackwell
-    "imad": "fma",
-    "fmnmx": "alu",
-    "f2fp": "alu",  # convert and pack two fp32 to 16 or 4 bit
-    "f2fp8": "alu",  # convert and pack two fp32 to 8 bit
-    "alu": "alu",  # LOP3, ISETP, FSEL, IADD3, PRMT ...
-    "fsel": "alu",  # FSEL and others with one register operand: as alu, but they leave more of the operand port
-    "ex2": "mufu",
-    "mufu": "mufu",  # rcp, lg2, rsq
-    "shfl": "lsu",
-    "lds": "lsu",  # ld.shared (bytes given apart)
-    "ldsm": "lsu",  # ldmatrix of four registers (bytes given apart)
-    "sts": "lsu",  # st.shared, stmatrix
-    "ldg": "lsu",  # global load, cp.async
-    "stg": "lsu",
-    "misc": "issue",
-}
+#: Instructions per thread by class, a key of ``arch.instructions.INSTRUCTIONS``.
+Mix = Mapping[InstructionClass, float]
 
-Mix = Mapping[str, float]
+#: Result latencies that are exposed, by what has to finish; a key of ``lowering.cost.result_latency``.
+LatencyKind = Literal["fma", "alu", "ex2", "shfl", "smem", "mma_sync", "tmem", "tmem_store"]
+Latencies = Mapping[LatencyKind, float]
+
+OperandSource = Literal["smem", "register", "tmem"]
+CopyEngine = Literal["tma", "threads"]
+CopyKind = Literal["load", "store", "reduce"]
+Scope = Literal["cta", "cluster", "leader"]
 
 
-def add_mixes(*mixes: Mix) -> dict[str, float]:
+def add_mixes(*mixes: Mix) -> dict[InstructionClass, float]:
     """Sum of instruction mixes (instructions per thread and class)."""
-    total: dict[str, float] = {}
+    total: dict[InstructionClass, float] = {}
     for mix in mixes:
         for name, count in mix.items():
             total[name] = total.get(name, 0.0) + count
     return total
 
 
-def scale_mix(mix: Mix, factor: float) -> dict[str, float]:
+def scale_mix(mix: Mix, factor: float) -> dict[InstructionClass, float]:
     """``mix`` with every count multiplied by ``factor``."""
     return {name: count * factor for name, count in mix.items()}
 
@@ -64,6 +52,11 @@ class Op:
 
     label: str
     effects: tuple[Effect, ...] = field(default=(), kw_only=True)
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """What the role counts when it executes this: the use of a barrier, or a copy that arrives at none."""
+        return None
 
     def __post_init__(self) -> None:
         if not isinstance(self.effects, tuple) or not all(isinstance(effect, Effect) for effect in self.effects):
@@ -87,7 +80,7 @@ class Vector(Op):
     tmem_load_bytes: float = 0.0
     tmem_store_bytes: float = 0.0
     mma_sync_flops: float = 0.0
-    latency: Mapping[str, float] = field(default_factory=dict)
+    latency: Latencies = field(default_factory=dict)
     chain: float = 0.0
     warps: int | None = None
 
@@ -105,12 +98,17 @@ class Mma(Op):
     n: int
     k: int
     count: int
-    a: Literal["smem", "register", "tmem"] = "smem"
+    a: OperandSource = "smem"
     dtype: str = "bf16"
     two_cta: bool = False
     slots: float = 1.0  # issue slots per instruction (descriptor arithmetic included)
     bar: BarrierUse | None = None
     fill_share: float = 0.0
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """See :class:`Op`."""
+        return Cursor("commit", self.bar.barrier, self.bar.part) if self.bar else None
 
 
 @dataclass(frozen=True)
@@ -122,16 +120,16 @@ class WaitMma(Op):
 
 @dataclass(frozen=True)
 class BarrierUse:
-    """Names one barrier of a ring and the role-local counter that selects stage and phase.
+    """Names one barrier of a ring. What the operation does there, the role counts: see :class:`~tiles.Cursor`.
 
-    ``ahead`` phases count as already complete: 1 for a producer's wait on an empty barrier, whose
-    first round must pass.
+    ``ahead`` phases count as already complete: 1 for a producer's wait on an empty barrier, whose first round must
+    pass. ``part`` tells copies apart that fill one stage together.
     """
 
     barrier: str
     stages: int
-    counter: str
     ahead: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,12 @@ class Arrive(Op):
     """Arrive at a barrier: of the own CTA, or of every CTA of the cluster."""
 
     use: BarrierUse
-    scope: Literal["cta", "cluster", "leader"] = "cta"
+    scope: Scope = "cta"
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """See :class:`Op`."""
+        return Cursor("arrive", self.use.barrier, self.use.part)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,11 @@ class Wait(Op):
     named: bool = False  # a hardware named barrier (bar.sync) rather than an mbarrier
     polled: bool = True
 
+    @property
+    def cursor(self) -> Cursor | None:
+        """See :class:`Op`."""
+        return Cursor("wait", self.use.barrier, self.use.part)
+
 
 @dataclass(frozen=True)
 class Copy(Op):
@@ -166,11 +174,16 @@ class Copy(Op):
 
     tensor: str
     bytes: int
-    kind: Literal["load", "store", "reduce"]
-    engine: Literal["tma", "threads"] = "tma"
+    kind: CopyKind
+    engine: CopyEngine = "tma"
     bar: BarrierUse | None = None
     multicast: bool = False
     boxes: int = 1
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """See :class:`Op`."""
+        return Cursor("copy", self.bar.barrier, self.bar.part) if self.bar else Cursor("copy", self.label)
 
 
 @dataclass(frozen=True)
