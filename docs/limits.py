@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fasim.problem import Problem
-from fasim.studies.batch import Job
-from fasim.studies.explain import explain
+from fasim import Job, Problem, explain
 
 PAGE = Path(__file__).parent / "explain.md"
 

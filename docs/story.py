@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fasim.arch import load_arch
-from fasim.problem import Problem
-from fasim.results.run import Run
-from fasim.studies.simulate import TraceSpec, simulate
-from fasim.views.plot import plot_timeline
+from fasim import Problem, Run, TraceSpec, load_arch, plot_timeline, simulate
 
 ROOT = Path(__file__).parents[1]
 UNITS = ("tensor", "mufu", "fma", "alu", "issue", "smem", "l2", "hbm")

@@ -26,12 +26,7 @@ from pathlib import Path
 from IPython.display import Image, display
 
 import fasim
-from fasim.arch import load_arch
-from fasim.problem import Problem
-from fasim.results.reasons import REASONS
-from fasim.results.run import Run
-from fasim.studies.simulate import TraceSpec, simulate
-from fasim.views.plot import plot_timeline
+from fasim import Problem, Run, TraceSpec, load_arch, plot_timeline, simulate
 
 arch = load_arch("h100")
 print(f"fasim {fasim.__version__}, {arch.name} {arch.digest[:12]}")
@@ -96,6 +91,6 @@ print(*list(json.loads(text)), sep=", ")
 
 # %%
 assert Run.from_dict(json.loads(text)) == run
-assert all(abs(sum(shares[reason] for reason in REASONS) - 100) < 1e-6 for shares in run.stalls.values())
+assert all(abs(sum(shares.values()) - 100) < 1e-6 for shares in run.stalls.values())
 assert run.bottleneck == "tensor"
 assert 78 < run.peak_percent < 84

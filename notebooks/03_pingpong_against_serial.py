@@ -31,13 +31,7 @@ from IPython.display import Image, display
 from rich.console import Console
 
 import fasim
-from fasim.analysis.compare import compare
-from fasim.arch import load_arch
-from fasim.problem import Problem
-from fasim.studies.simulate import TraceSpec, simulate
-from fasim.views.compare_report import render_comparison
-from fasim.views.plot import plot_timeline
-from fasim.views.timeline import render_timeline
+from fasim import Problem, TraceSpec, compare, load_arch, plot_timeline, render_comparison, render_timeline, simulate
 
 show = Console(width=110).print
 arch = load_arch("h100")

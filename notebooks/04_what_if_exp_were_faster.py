@@ -25,9 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fasim
-from fasim.arch import load_arch
-from fasim.problem import Problem
-from fasim.studies.simulate import simulate
+from fasim import Problem, load_arch, simulate
 
 show = Console(width=110).print
 what_if = ("sm.mufu.ops_per_cycle=32",)

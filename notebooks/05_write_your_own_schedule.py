@@ -27,14 +27,18 @@ from pathlib import Path
 from rich.console import Console
 
 import fasim
-from fasim.analysis.compare import compare
-from fasim.arch import load_arch
-from fasim.errors import DeadlockError, ModelError
-from fasim.problem import Problem
-from fasim.studies.simulate import TraceSpec, simulate
-from fasim.views.compare_report import render_comparison
-from fasim.views.report import render_report
-from fasim.views.timeline import render_timeline
+from fasim import (
+    DeadlockError,
+    ModelError,
+    Problem,
+    TraceSpec,
+    compare,
+    load_arch,
+    render_comparison,
+    render_report,
+    render_timeline,
+    simulate,
+)
 
 show = Console(width=110).print
 arch = load_arch("h100")
@@ -61,11 +65,7 @@ from typing import Annotated
 
 import numpy as np
 
-from fasim.arch import Arch
-from fasim.errors import ConfigError
-from fasim.program.library import schedule
-from fasim.problem import Problem
-from fasim.program.language import Kernel
+from fasim import Arch, ConfigError, Kernel, Problem, schedule
 
 WARPGROUPS = 1
 

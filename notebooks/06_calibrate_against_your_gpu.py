@@ -33,18 +33,13 @@ from rich.console import Console
 from rich.table import Table
 
 import fasim
-from fasim.arch import load_arch
-from fasim.problem import Problem
-from fasim.studies.calibrate.microbench import Microbench
-from fasim.studies.calibrate.rules import RULES
-from fasim.studies.calibrate.study import calibrate
-from fasim.studies.simulate import simulate
-from fasim.views.calibrate_report import render_calibration
+from fasim import Microbench, Problem, calibrate, load_arch, render_calibration, simulate
 
 places = (Path.cwd(), *Path.cwd().parents)
 data = next(place / "validation" / "data" for place in places if (place / "validation" / "data").is_dir())
 show = Console(width=130).print
 results = Microbench.read(data / "h200_microbench.json")
+result = calibrate(data / "h200_microbench.json", "h200")
 h200 = load_arch("h200")
 print(f"fasim {fasim.__version__}, h200 {h200.digest[:12]}; measured on {results.chip}, driver {results.driver}")
 
@@ -57,8 +52,7 @@ print(f"fasim {fasim.__version__}, h200 {h200.digest[:12]}; measured on {results
 
 # %%
 size, cycles = (results.column("tma.tma_latency", c, copy="tensor", **{"from": "l2"}) for c in ("bytes", "cycles"))
-rule = next(rule for rule in RULES if rule.key == "sm.tma.latency_cycles")
-estimate = rule.formula(results)
+change = next(change for change in result.changes if change.rule.key == "sm.tma.latency_cycles")
 slope, intercept = np.polyfit(size, cycles, 1)
 figure, axes = plt.subplots(figsize=(6, 3))
 axes.plot(size / 1024, cycles, "o", color="#0072B2")
@@ -66,9 +60,8 @@ axes.plot(size / 1024, intercept + slope * size, color="#222222", linewidth=0.8)
 axes.set(xlabel="KiB", ylabel="cycles", title="One copy from L2, start to finish", ylim=(0, None))
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
-print(
-    f"{rule.key}: {estimate.value:.1f} cycles, residual {estimate.residual:.1f}; in the file {rule.rounded(estimate):g}"
-)
+found = change.estimate
+print(f"{change.rule.key}: {found.value:.1f} cycles, residual {found.residual:.1f}; in the file {change.new:g}")
 
 # %% [markdown]
 # ## All of them
@@ -79,7 +72,6 @@ print(
 # the SM, which H200 and H100 share; the file of the H200 states only what differs.
 
 # %%
-result = calibrate(data / "h200_microbench.json", "h200")
 show(render_calibration(result))
 
 # %% [markdown]

@@ -115,10 +115,9 @@ def test_no_number_is_cut_off_at_40_columns(bottleneck: str) -> None:
 def test_comparison_and_bounds_at_40_columns() -> None:
     run = replace(sample_run(), cycles=9_876_543.0)
     problem = {"batch": 3, "seqlen_q": 1408, "heads_q": 8, "head_dim": 128, "dtype": "bf16"}
-    found = bounds(replace(run, meta={**run.meta, "problem": problem}), load_arch("h200"))
-    shown = Group(
-        render_comparison(compare([("A", run), ("B", sample_run())])), render_bounds(run, found, heads=8, layers=80)
-    )
+    whole = replace(run, meta={**run.meta, "problem": problem})
+    found = bounds(whole, load_arch("h200"))
+    shown = Group(render_comparison(compare([("A", run), ("B", sample_run())])), render_bounds(whole, found))
     console = Console(file=StringIO(), width=40, color_system=None)
     with console.capture() as capture:
         console.print(shown)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fasim.arch import Arch
+from fasim.arch import Arch, load_arch
 from fasim.checker import UNCHANGED, Arrays, Finding, Log, Machine, Numerics
 from fasim.engine import reference
 from fasim.engine.common import NO_TRACE
@@ -24,7 +25,7 @@ from fasim.numerics import Softmax, attention_reference, attention_tiled, quanti
 from fasim.numerics.formats import Array, Float32
 from fasim.problem import Problem
 from fasim.program.language import Kernel, walk
-from fasim.program.library import Schedule
+from fasim.program.library import Schedule, load_schedule
 from fasim.program.ops import Op
 from fasim.program.rules import budgets
 
@@ -54,9 +55,9 @@ class OutputError:
 
 
 def check(
-    schedule: Schedule,
+    schedule: Schedule | str | Path,
     problem: Problem,
-    arch: Arch,
+    arch: Arch | str | Path,
     knobs: Mapping[str, object] | None = None,
     seed: int = 0,
     spread: float = 1.0,
@@ -64,12 +65,15 @@ def check(
 ) -> dict[str, Any]:
     """Check ``schedule`` for ``problem`` on ``arch`` with inputs of :func:`make_inputs`, and with other ``numerics``.
 
-    The grid runs on a few SMs of the chip, so that buffers and barriers are used over several work tiles. Returns
-    plain data: ``passed``; ``budgets`` per kernel (resource, used, limit); ``structure`` and ``deadlock`` (messages or
-    None); ``annotated``: whether the schedule says what it does to values, without which there is no more than that;
-    ``findings`` (see ``values.findings.Finding``); ``values``: a list of :class:`OutputError`, or None with
-    the reason in ``values_reason``; and what was checked. Raises ConfigError for bad input.
+    ``schedule`` and ``arch`` may be names or files. The grid runs on a few SMs of the chip, so that buffers and
+    barriers are used over several work tiles. Returns plain data: ``passed``; ``budgets`` per kernel (resource, used,
+    limit); ``structure`` and ``deadlock`` (messages or None); ``annotated``: whether the schedule says what it does to
+    values, without which there is no more than that; ``findings`` (see :class:`fasim.results.findings.Finding`);
+    ``values``: a list of :class:`OutputError`, or None with the reason in ``values_reason``; and what was checked.
+    Raises ConfigError for bad input.
     """
+    schedule = schedule if isinstance(schedule, Schedule) else load_schedule(schedule)
+    arch = arch if isinstance(arch, Arch) else load_arch(arch)
     result: dict[str, Any] = {
         "schedule": schedule.name,
         "arch": arch.name,

@@ -233,7 +233,7 @@ def bounds(
     sets = tuple(overrides or ())
     run = _simulate(schedule, problem, arch, sets, parse_assignments("--knob", knob), clock, traced=False)
     found = bounds_of(run, load_arch(arch, sets))
-    shown = render_bounds(run, found, heads=problem.batch * problem.heads_q, layers=layers)
+    shown = render_bounds(run, found, layers=layers)
     console_for(stderr=json_path == "-").print(shown)
     if plot is not None:
         from fasim.views.roofline import plot_roofline

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-import fasim
-from fasim.arch import Arch
+from fasim import __version__
+from fasim.arch import Arch, load_arch
 from fasim.engine import image as im
 from fasim.engine.common import NO_TRACE, TraceWindow
 from fasim.engine.image import Image, RawResult
@@ -65,9 +66,9 @@ def clock_under_load(arch: Arch, work: str, peak_share: float) -> tuple[float, s
 
 
 def simulate(
-    schedule: Schedule | str,
+    schedule: Schedule | str | Path,
     problem: Problem,
-    arch: Arch,
+    arch: Arch | str | Path,
     *,
     knobs: Mapping[str, object] | None = None,
     clock_mhz: float | None = None,
@@ -76,14 +77,15 @@ def simulate(
 ) -> Run:
     """Run ``schedule`` for ``problem`` on ``arch`` and account for every cycle.
 
-    ``knobs`` may be text as typed on a command line. ``clock_mhz`` None takes the clock the chip holds under this
-    load, see :func:`clock_under_load`. Raises ConfigError for bad input, BudgetError for a tile the SM cannot hold,
-    DeadlockError for a program that stops.
+    ``schedule`` and ``arch`` may be names or files, see :func:`fasim.program.library.load_schedule` and
+    :func:`fasim.arch.load_arch`. ``knobs`` may be text as typed on a command line. ``clock_mhz`` None takes the clock
+    the chip holds under this load, see :func:`clock_under_load`. Raises ConfigError for bad input, BudgetError for a
+    tile the SM cannot hold, DeadlockError for a program that stops.
     """
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine '{engine}'{did_you_mean(engine, ENGINES)}")
-    if isinstance(schedule, str):
-        schedule = load_schedule(schedule)
+    schedule = schedule if isinstance(schedule, Schedule) else load_schedule(schedule)
+    arch = arch if isinstance(arch, Arch) else load_arch(arch)
     if clock_mhz is not None and not clock_mhz > 0:
         raise ConfigError(f"clock {clock_mhz} MHz: must be positive")
     given = dict(knobs or {})
@@ -102,7 +104,7 @@ def simulate(
         assumed = clock
     first = launches[0]
     meta = {
-        "fasim_version": fasim.__version__,
+        "fasim_version": __version__,
         "schedule": schedule.name,
         "arch": arch.name,
         "arch_digest": arch.digest,

@@ -10,15 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fasim.analysis.bounds import Bounds, Story
+from fasim.analysis.bounds import Bounds, Story, problem_of
 from fasim.analysis.compare import busy_cycles
 from fasim.results.run import Run
 from fasim.views.common import FirstThatFits, provenance
 
 
-def render_bounds(run: Run, bounds: Bounds, *, heads: int, layers: int) -> RenderableType:
-    """Bounds of ``run``; memory for backward is counted for ``heads`` (batch x heads) and ``layers`` too."""
-    head = Text()
+def render_bounds(run: Run, bounds: Bounds, *, layers: int = 80) -> RenderableType:
+    """Bounds of ``run``; memory for backward is counted for its heads (of all sequences) and for ``layers`` too."""
+    problem, head = problem_of(run), Text()
     head.append(" · ".join(provenance(run)) + "\n", style="cyan")
     head.append(f"{run.cycles:,.0f} cycles", style="bold")
     head.append(f", {bound_text(bounds)}; any kernel needs {bounds.needed_cycles:,.0f}")
@@ -32,7 +32,7 @@ def render_bounds(run: Run, bounds: Bounds, *, heads: int, layers: int) -> Rende
         _traffic(bounds),
         Text(),
         Text("One head: naive against fused", style="bold"),
-        _story(bounds.story, heads, layers),
+        _story(bounds.story, problem.batch * problem.heads_q, layers),
     )
 
 
