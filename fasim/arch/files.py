@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
-
 from fasim.arch.model import Arch, Provenance
-from fasim.errors import ConfigError, did_you_mean
+from fasim.errors import ConfigError
+from fasim.files import File, Shelf, data_folder, merge, merge_chain, validate
 
 __all__ = ["Arch", "Provenance", "arch_folder", "arch_schema", "check_arch", "list_archs", "load_arch"]
-
-KeyPath = tuple[str, ...]
 
 #: Keys that describe a file itself, so a derived file does not inherit them.
 _NOT_INHERITED = ("base", "name", "title")
 
-_PACKAGE = Path(__file__).parents[1]
-
-#: What a value should have been, by pydantic error type.
-_EXPECTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "model_type": "a table",
-    "dict_type": "a table",
-}
-
 
 def arch_folder() -> Path:
     """Folder of the shipped files: package data in an installed wheel, ``<repository>/arch_models`` in a checkout."""
-    packaged = _PACKAGE / "data" / "arch_models"
-    return packaged if packaged.is_dir() else _PACKAGE.parent / "arch_models"
+    return data_folder("arch_models")
+
+
+def _shelf() -> Shelf:
+    return Shelf("architecture", "architectures", arch_folder())
 
 
 def list_archs() -> list[str]:
     """Names of the shipped architectures, sorted."""
-    return sorted(path.stem for path in arch_folder().glob("*.toml"))
+    return _shelf().names()
 
 
 def load_arch(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Arch:
@@ -54,13 +41,16 @@ def load_arch(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Arch:
     Raises ConfigError, naming file and key, for a file that cannot be found, read or parsed, an unknown or missing
     key, a value of the wrong type, a cycle of bases, or an override that does not fit.
     """
-    files = _read_chain(_locate(name_or_path))
-    content = files[0].resolve(files[1:])
-    arch = _validate(content, files)
+    shelf = _shelf()
+    files = shelf.read_chain(shelf.locate(name_or_path))
+    own = files[0].content
+    name = own.get("name", files[0].path.stem)
+    content = {"name": name, "title": own.get("title", name), **merge_chain(files, _NOT_INHERITED)}
+    arch = validate(Arch, content, files)
     digest = arch.content_digest()
     for text in overrides:
         content = _override(content, text)
-        arch = _validate(content, [_File(f"override {text}", content)])
+        arch = validate(Arch, content, [File(f"override {text}", content)])
     return arch.with_provenance(Provenance(str(files[0].path), digest, tuple(overrides)))
 
 
@@ -90,85 +80,6 @@ def arch_schema() -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _File:
-    """A parsed file; ``label`` is how messages call it."""
-
-    label: str
-    content: dict[str, Any]
-    path: Path = Path()
-
-    def resolve(self, bases: Sequence[_File]) -> dict[str, Any]:
-        """Content on top of that of its bases (nearest first), with the name and title that every Arch has."""
-        merged: dict[str, Any] = {}
-        for file in (*reversed(bases), self):
-            inheritable = {k: v for k, v in file.content.items() if k not in _NOT_INHERITED}
-            merged = _merge(merged, inheritable)
-        name = self.content.get("name", self.path.stem)
-        return {"name": name, "title": self.content.get("title", name), **merged}
-
-    def has(self, path: Sequence[str]) -> bool:
-        node: Any = self.content
-        for key in path:
-            if not isinstance(node, dict) or key not in node:
-                return False
-            node = node[key]
-        return True
-
-
-def _locate(name_or_path: str | Path, folder: Path = Path()) -> Path:
-    """Path of a shipped name, or of a file relative to ``folder``. Anything with a dot or a slash is a path."""
-    text = str(name_or_path)
-    if isinstance(name_or_path, str) and "/" not in text and "." not in text:
-        if text not in list_archs():
-            raise ConfigError(f"unknown architecture '{text}'{did_you_mean(text, list_archs())}")
-        return arch_folder() / f"{text}.toml"
-    return folder / name_or_path
-
-
-def _read(path: Path) -> _File:
-    try:
-        return _File(path.name, tomllib.loads(path.read_text(encoding="utf-8")), path)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (shipped architectures: {', '.join(list_archs())})") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot read: {reason}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
-def _read_chain(path: Path) -> list[_File]:
-    """The file at ``path`` followed by its bases, nearest first."""
-    chain: list[_File] = []
-    while True:
-        if any(path.resolve() == file.path.resolve() for file in chain):
-            names = " -> ".join([*(file.label for file in chain), path.name])
-            raise ConfigError(f"{chain[0].label}: base: cycle {names}")
-        try:
-            chain.append(_read(path))
-        except ConfigError as error:
-            raise ConfigError(f"{chain[-1].label}: base: {error}" if chain else str(error)) from None
-        base = chain[-1].content.get("base")
-        if base is None:
-            return chain
-        if not isinstance(base, str):
-            raise ConfigError(f"{chain[-1].label}: base: expected a string, got {base!r}")
-        try:
-            path = _locate(base, path.parent)
-        except ConfigError as error:
-            raise ConfigError(f"{chain[-1].label}: base: {error}") from None
-
-
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """``top`` over ``base``, table by table; neither is changed."""
-    merged = dict(base)
-    for key, value in top.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
-
-
 def _override(content: dict[str, Any], text: str) -> dict[str, Any]:
     """``content`` with one "path=value" applied. The value is read as TOML, else as a bare string."""
     path, equals, value = (part.strip() for part in text.partition("="))
@@ -182,54 +93,7 @@ def _override(content: dict[str, Any], text: str) -> dict[str, Any]:
         parsed = value
     for key in reversed(path.split(".")):
         parsed = {key: parsed}
-    return _merge(content, parsed)
-
-
-def _validate(content: dict[str, Any], files: Sequence[_File]) -> Arch:
-    """The validated model, or a ConfigError that names the nearest of ``files`` with the offending key."""
-    try:
-        return Arch.model_validate(content)
-    except ValidationError as error:
-        # Unknown keys first: a misspelt key is also reported as the lack of the right one.
-        problems = sorted(
-            error.errors(include_url=False), key=lambda p: p["type"] not in ("extra_forbidden", "unknown_key")
-        )
-        path, message = _describe(problems[0])
-        file = next((file for file in files if file.has(path)), files[0])
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(f"{file.label}: {'.'.join(path)}: {message}{more}") from None
-
-
-def _describe(problem: ErrorDetails) -> tuple[KeyPath, str]:
-    """Key path and one-line message of a pydantic error."""
-    path = tuple(str(key) for key in problem["loc"] if key != "[key]")
-    kind, value = problem["type"], problem["input"]
-    if kind == "extra_forbidden":
-        return path, f"unknown key{did_you_mean(path[-1], _keys(path[:-1]))}"
-    if kind == "unknown_key":
-        return path, f"unknown key{did_you_mean(path[-1], problem['ctx']['choices'])}"
-    if kind == "missing":
-        return path, "missing key"
-    if kind == "literal_error":
-        choices = problem["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        return path, f"unknown value {value!r}{did_you_mean(str(value), choices)}"
-    expected = _EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be ")
-    if expected.startswith("greater"):
-        expected = f"a number {expected}"
-    return path, f"expected {expected}, got {value!r}"
-
-
-def _keys(path: KeyPath) -> list[str]:
-    """Keys of the table at ``path``."""
-    schema = arch_schema()
-    node: dict[str, Any] = schema
-    for key in path:
-        node = node["properties"][key]
-        for option in (node, *node.get("anyOf", ())):
-            if "$ref" in option:
-                node = schema["$defs"][option["$ref"].rpartition("/")[2]]
-                break
-    return list(node["properties"])
+    return merge(content, parsed)
 
 
 def _warnings(arch: Arch) -> Iterator[str]:

@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fasim.arch.sm import DtypeTable, Sm, Table, keyed_by, one_of
+from fasim.arch.sm import DtypeTable, Sm
+from fasim.files import Table, keyed_by, one_of
 
 #: Kinds of work with a documented sustained clock, the keys of ``clock.sustained_mhz``.
 WORK_KINDS = ("tensor_16bit", "tensor_8bit", "memory", "latency")

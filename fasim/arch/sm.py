@@ -1,4 +1,4 @@
-"""The part of the architecture model that describes one SM (table ``sm`` of a file), and what all tables share.
+"""The part of the architecture model that describes one SM (table ``sm`` of a file).
 
 Rates are per SM and cycle, ``*_cycles`` are SM clock cycles, ``ops`` of the vector pipes are thread operations
 ("lanes": one warp instruction is 32), FLOP counts a multiply-add as two.
@@ -6,13 +6,11 @@ Rates are per SM and cycle, ``*_cycles`` are SM clock cycles, ``ops`` of the vec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,39 +18,15 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from fasim.files import Table, keyed_by, one_of
 
 #: Operand types of the tensor core, the keys of ``sm.tensor.flops_per_cycle`` and ``chip.datasheet_tflops``.
 MMA_DTYPES = ("fp16", "bf16", "tf32", "fp8", "fp4")
 
 
-def one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    """A validator of keys that lets only ``choices`` pass."""
-
-    def check(key: str) -> str:
-        if key not in choices:
-            raise PydanticCustomError("unknown_key", "unknown key", {"choices": choices})
-        return key
-
-    return check
-
-
-def keyed_by(choices: tuple[str, ...]) -> FieldInfo:
-    """The same for the JSON schema of a table: its keys are ``choices``."""
-    info: FieldInfo = Field(json_schema_extra={"propertyNames": {"enum": list(choices)}})
-    return info
-
-
 DtypeTable = Annotated[Mapping[Annotated[str, AfterValidator(one_of(MMA_DTYPES))], PositiveFloat], keyed_by(MMA_DTYPES)]
-
-
-class Table(BaseModel):
-    """A TOML table: immutable, without unknown keys, and without conversion between types."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class Issue(Table):
