@@ -55,12 +55,13 @@ print(f"fasim {fasim.__version__}, {arch.name} {arch.digest[:12]}")
 # * A **tile** is a CTA's share of the grid. The columns of `k.tiles` say, per tile, where its data begin and how often
 #   its loops run.
 #
-# Keyword parameters are knobs; their annotations are what `fasim list knobs` prints.
+# The fields of `Knobs` are its knobs; their annotations are what `fasim list knobs` prints.
 
 # %%
 SOURCE = '''
 """A small attention kernel for Hopper: one warpgroup, rings for K and V, everything in turn."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -70,18 +71,18 @@ from fasim import Arch, ConfigError, Kernel, Problem, schedule
 WARPGROUPS = 1
 
 
+@dataclass(frozen=True)
+class Knobs:
+    tile_n: Annotated[int, "keys per block"] = 128
+    stages: Annotated[int, "buffers each of K and V"] = 2
+
+
 @schedule(architectures=("hopper",), dtypes=("bf16", "fp16"))
-def small(
-    problem: Problem,
-    arch: Arch,
-    *,
-    tile_n: Annotated[int, "keys per block"] = 128,
-    stages: Annotated[int, "buffers each of K and V"] = 2,
-) -> Kernel:
+def small(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     """One warpgroup, QK, softmax and PV one after the other."""
     if problem.causal:
         raise ConfigError("small: has no mask")
-    d, m, n = problem.head_dim, 64 * WARPGROUPS, tile_n
+    d, m, n, stages = problem.head_dim, 64 * WARPGROUPS, knobs.tile_n, knobs.stages
     k = Kernel("small", problem, arch, {"tile_n": n, "stages": stages})
 
     # The grid: one tile of m query rows of one head per CTA, and where its keys begin.

@@ -100,17 +100,20 @@ class Config:
         return 2.0 * ROWS * self.keys * self.d
 
 
-@schedule(architectures=("ampere", "hopper"), dtypes=("bf16", "fp16"))
-def fa1(
-    problem: Problem,
-    arch: Arch,
-    *,
+@dataclass(frozen=True)
+class Knobs:
+    """What can be changed; None is what the real kernel picks."""
+
     num_splits: Annotated[
         int | None,
         "CTAs that share the query rows of a head; default: the heuristic of v1.0.8 (the paper's code had 1)",
-    ] = None,
-) -> Kernel:
+    ] = None
+
+
+@schedule(architectures=("ampere", "hopper"), dtypes=("bf16", "fp16"))
+def fa1(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     """FlashAttention-1 forward: K/V blocks outside, 16 query rows a step, warps split the keys."""
+    num_splits = knobs.num_splits
     d = problem.head_dim
     if d != problem.head_dim_v or d > 128 or d % 8:
         raise ConfigError(f"fa1: head_dim {d}, head_dim_v {problem.head_dim_v}: equal multiples of 8 up to 128 exist")

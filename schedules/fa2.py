@@ -116,18 +116,23 @@ class Config:
         return self.m * self.d / (32 * self.warps)
 
 
-@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16"))
-def fa2(
-    problem: Problem,
-    arch: Arch,
-    *,
-    tile_m: Annotated[int | None, "query rows per CTA; default: tile table"] = None,
-    tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None,
+@dataclass(frozen=True)
+class Knobs:
+    """What can be changed; None is what the real kernel picks."""
+
+    tile_m: Annotated[int | None, "query rows per CTA; default: tile table"] = None
+    tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None
     build: Annotated[
         Literal["reference", "pytorch"], "instruction counts: the repository's build, or PyTorch's without fused FMA"
-    ] = "reference",
-) -> Kernel:
+    ] = "reference"
+
+
+@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16"))
+def fa2(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     """FlashAttention-2 forward with mma.sync: two CTAs on an SM hide each other's softmax."""
+    tile_m = knobs.tile_m
+    tile_n = knobs.tile_n
+    build = knobs.build
     d = problem.head_dim
     if d != problem.head_dim_v or d > 256 or d % 8:
         raise ConfigError(f"fa2: head_dim {d}, head_dim_v {problem.head_dim_v}: equal multiples of 8 up to 256 exist")

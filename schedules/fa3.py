@@ -19,6 +19,7 @@ E = tile_n / 2 elements and 2 rows, E+4 FMNMX, E+2 FFMA, E+2 EX2, E FADD, dv/2+4
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
@@ -50,33 +51,47 @@ from ._fa3_producer import issue_loads, load_q, transpose
 REGISTERS = {1: (56, 256, 128), 2: (24, 240, 168), 3: (32, 160, 128)}
 
 
-@schedule(architectures=("hopper",), dtypes=("bf16", "fp16", "fp8"))
-def fa3(
-    problem: Problem,
-    arch: Arch,
-    *,
-    tile_m: Annotated[int | None, "query rows per CTA, 64 per consumer warpgroup; default: tile table"] = None,
-    tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None,
-    stages: Annotated[
-        int | None, "buffers each of K and V; default: 2, or as the first release's FP8 table says"
-    ] = None,
-    pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None,
+@dataclass(frozen=True)
+class Knobs:
+    """What can be changed; None is what the real kernel picks."""
+
+    tile_m: Annotated[int | None, "query rows per CTA, 64 per consumer warpgroup; default: tile table"] = None
+    tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None
+    stages: Annotated[int | None, "buffers each of K and V; default: 2, or as the first release's FP8 table says"] = (
+        None
+    )
+    pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None
     overlap: Annotated[
         bool | None, "issue QK of the next block before PV of the last; default: on, but for FP8 of the first release"
-    ] = None,
-    p_in_registers: Annotated[bool | None, "P is the register operand of PV, else it goes through SMEM"] = None,
-    cluster: Annotated[
-        int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"
-    ] = None,
-    exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True,
-    persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True,
-    two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False,
-    splits: Annotated[int, "parts the keys of a tile are split into; 0: FlashAttention-3's heuristic"] = 1,
-    build: Annotated[
-        Literal["2026", "2024"], "release: August 2026, or the first one (July 2024), the paper's"
-    ] = "2026",
-) -> list[Kernel]:
+    ] = None
+    p_in_registers: Annotated[bool | None, "P is the register operand of PV, else it goes through SMEM"] = None
+    cluster: Annotated[int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"] = (
+        None
+    )
+    exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True
+    persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True
+    two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False
+    splits: Annotated[int, "parts the keys of a tile are split into; 0: FlashAttention-3's heuristic"] = 1
+    build: Annotated[Literal["2026", "2024"], "release: August 2026, or the first one (July 2024), the paper's"] = (
+        "2026"
+    )
+
+
+@schedule(architectures=("hopper",), dtypes=("bf16", "fp16", "fp8"))
+def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
     """FlashAttention-3 forward on Hopper: ping-pong warpgroups, QK and softmax overlapped."""
+    tile_m = knobs.tile_m
+    tile_n = knobs.tile_n
+    stages = knobs.stages
+    pingpong = knobs.pingpong
+    overlap = knobs.overlap
+    p_in_registers = knobs.p_in_registers
+    cluster = knobs.cluster
+    exp = knobs.exp
+    persistent = knobs.persistent
+    two_level = knobs.two_level
+    splits = knobs.splits
+    build = knobs.build
     d, dv = problem.head_dim, problem.head_dim_v
     fp8 = problem.dtype == "fp8"
     first_release = build == "2024"
@@ -134,13 +149,13 @@ def fa3(
     )
     _check_registers(cfg, arch)
 
-    knobs: dict[str, object] = dict(
+    chosen: dict[str, object] = dict(
         tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers
     )
-    knobs |= dict(cluster=cluster, exp=exp, persistent=persistent)
-    knobs |= dict(two_level=two_level, splits=cut.splits, build=build)
+    chosen |= dict(cluster=cluster, exp=exp, persistent=persistent)
+    chosen |= dict(two_level=two_level, splits=cut.splits, build=build)
     k = Kernel(
-        "fa3", problem, arch, knobs, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
+        "fa3", problem, arch, chosen, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
     )
     if not exp:
         k.not_attention = "exp=off leaves the exponential out"

@@ -88,29 +88,47 @@ TUNING_SMALL = {16: Tuning(200, 64, 16), 8: Tuning(168, 96, 16)}  # head_dim bel
 TUNING_256 = Tuning(256, 160, 14, 6, 0)
 
 
+@dataclass(frozen=True)
+class Knobs:
+    """What can be changed; None is what the real kernel picks."""
+
+    exp2_emulation: Annotated[bool | None, "some exp2 as polynomials; default: on where EX2 is slow (B200)"] = None
+    emulation_frequency: Annotated[int | None, "period of emulation in a fragment; default: tuning table"] = None
+    emulation_residue: Annotated[int | None, "elements emulated per period; default: tuning table"] = None
+    emulation_start: Annotated[int | None, "first fragment with emulation; default: tuning table"] = None
+    conditional_rescale: Annotated[bool, "rescale O only where a maximum grew by more than the threshold"] = True
+    rescale_threshold: Annotated[float | None, "growth in powers of two; default: 8, or 0 below 16 bits"] = None
+    rescale_rate: Annotated[float | None, "share of blocks that rescale; default: random inputs, FP8 0.1"] = None
+    two_cta: Annotated[bool | None, "MMAs over pairs of CTAs; default: as the real interface decides"] = None
+    accumulator: Annotated[Literal["tmem", "registers"], "registers: what if there were no tensor memory"] = "tmem"
+    query_tiles: Annotated[int | None, "tiles of 128 query rows per CTA; default: 2 where there are rows"] = None
+    early_p: Annotated[float, "share of P that PV waits for before it starts"] = 0.75
+    hardware_row_max: Annotated[bool | None, "row maximum comes with the TMEM load; default: B300"] = None
+    mma_order: Annotated[Literal["interleaved", "grouped"], "PV0 QK0 PV1 QK1, or PV0 PV1 QK0 QK1"] = "interleaved"
+    scheduler: Annotated[Literal["static", "lpt", "clc"] | None, "default: static; lpt for a causal mask"] = None
+    pack_gqa: Annotated[bool | None, "heads of a group share a query tile; default: where there are groups"] = None
+    softmax: Annotated[bool, "off: no maximum, exponential, sum; data movement and barriers stay"] = True
+
+
 @schedule(architectures=("hopper", "blackwell"), dtypes=("bf16", "fp16", "fp8", "fp4"))
-def fa4(
-    problem: Problem,
-    arch: Arch,
-    *,
-    exp2_emulation: Annotated[bool | None, "some exp2 as polynomials; default: on where EX2 is slow (B200)"] = None,
-    emulation_frequency: Annotated[int | None, "period of emulation in a fragment; default: tuning table"] = None,
-    emulation_residue: Annotated[int | None, "elements emulated per period; default: tuning table"] = None,
-    emulation_start: Annotated[int | None, "first fragment with emulation; default: tuning table"] = None,
-    conditional_rescale: Annotated[bool, "rescale O only where a maximum grew by more than the threshold"] = True,
-    rescale_threshold: Annotated[float | None, "growth in powers of two; default: 8, or 0 below 16 bits"] = None,
-    rescale_rate: Annotated[float | None, "share of blocks that rescale; default: random inputs, FP8 0.1"] = None,
-    two_cta: Annotated[bool | None, "MMAs over pairs of CTAs; default: as the real interface decides"] = None,
-    accumulator: Annotated[Literal["tmem", "registers"], "registers: what if there were no tensor memory"] = "tmem",
-    query_tiles: Annotated[int | None, "tiles of 128 query rows per CTA; default: 2 where there are rows"] = None,
-    early_p: Annotated[float, "share of P that PV waits for before it starts"] = 0.75,
-    hardware_row_max: Annotated[bool | None, "row maximum comes with the TMEM load; default: B300"] = None,
-    mma_order: Annotated[Literal["interleaved", "grouped"], "PV0 QK0 PV1 QK1, or PV0 PV1 QK0 QK1"] = "interleaved",
-    scheduler: Annotated[Literal["static", "lpt", "clc"] | None, "default: static; lpt for a causal mask"] = None,
-    pack_gqa: Annotated[bool | None, "heads of a group share a query tile; default: where there are groups"] = None,
-    softmax: Annotated[bool, "off: no maximum, exponential, sum; data movement and barriers stay"] = True,
-) -> Kernel:
+def fa4(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     """FlashAttention-4 forward: TMEM accumulators, two query tiles, emulated exp2; CuTe kernels on Hopper."""
+    exp2_emulation = knobs.exp2_emulation
+    emulation_frequency = knobs.emulation_frequency
+    emulation_residue = knobs.emulation_residue
+    emulation_start = knobs.emulation_start
+    conditional_rescale = knobs.conditional_rescale
+    rescale_threshold = knobs.rescale_threshold
+    rescale_rate = knobs.rescale_rate
+    two_cta = knobs.two_cta
+    accumulator = knobs.accumulator
+    query_tiles = knobs.query_tiles
+    early_p = knobs.early_p
+    hardware_row_max = knobs.hardware_row_max
+    mma_order = knobs.mma_order
+    scheduler = knobs.scheduler
+    pack_gqa = knobs.pack_gqa
+    softmax = knobs.softmax
     packed = problem.group > 1 if pack_gqa is None else pack_gqa
     if arch.architecture == "hopper":
         tuning = (exp2_emulation or None, emulation_frequency, emulation_residue, emulation_start, rescale_threshold)
@@ -175,12 +193,12 @@ def fa4(
         fill_share=fills / (fills + arch.sm.smem.bytes_per_cycle * LOOP_CYCLES * n / 128),
     )
     order: Order = "single" if big else scheduler or ("lpt" if problem.causal else "static")
-    knobs: dict[str, object] = dict(exp2_emulation=emulate, emulation_frequency=frequency, emulation_residue=residue)
-    knobs |= dict(emulation_start=start, conditional_rescale=conditional, rescale_threshold=threshold)
-    knobs |= dict(rescale_rate=rescale_rate, two_cta=pair, accumulator=accumulator, query_tiles=queries)
-    knobs |= dict(early_p=c.early / parts, hardware_row_max=c.hardware_max, mma_order=mma_order, scheduler=order)
-    knobs |= dict(pack_gqa=packed, softmax=softmax)
-    k = Kernel("fa4", problem, arch, knobs, cluster=c.ctas, max_ctas_per_sm=1, launch_registers=128)
+    chosen: dict[str, object] = dict(exp2_emulation=emulate, emulation_frequency=frequency, emulation_residue=residue)
+    chosen |= dict(emulation_start=start, conditional_rescale=conditional, rescale_threshold=threshold)
+    chosen |= dict(rescale_rate=rescale_rate, two_cta=pair, accumulator=accumulator, query_tiles=queries)
+    chosen |= dict(early_p=c.early / parts, hardware_row_max=c.hardware_max, mma_order=mma_order, scheduler=order)
+    chosen |= dict(pack_gqa=packed, softmax=softmax)
+    k = Kernel("fa4", problem, arch, chosen, cluster=c.ctas, max_ctas_per_sm=1, launch_registers=128)
     if not softmax:
         k.not_attention = "softmax=off leaves maximum, exponential and sum out"
     layouts = grid(k, ROWS * queries * c.ctas, n, order, packed, queries, halves=2 if big else 1)

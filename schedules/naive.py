@@ -15,7 +15,7 @@ Sources: kernels and instruction counts of PyTorch 2.11 from hardware counters a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from fasim.arch import Arch
@@ -68,23 +68,31 @@ LAUNCHES = {("pytorch", "mask"): 4, ("sdpa", "mask"): 6, ("sdpa", "all"): 2}
 Access = tuple[str, int]  # tensor, bytes of an element
 
 
-@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16"))
-def naive(
-    problem: Problem,
-    arch: Arch,
-    *,
+@dataclass(frozen=True)
+class Knobs:
+    """What can be changed; None is what the real kernel picks."""
+
     framework: Annotated[
         Literal["kernels", "pytorch", "sdpa"], "what is launched: three kernels, PyTorch operations, SDPA's fallback"
-    ] = "kernels",
-    stages: Annotated[int, "buffers of each GEMM operand (FP32: always 2)"] = 4,
-    tf32: Annotated[bool, "sdpa: GEMMs in TF32, as in NVIDIA's containers; PyTorch's own default is FP32"] = False,
-    pytorch: Annotated[Literal["2.3", "2.8", "2.11"], "whose softmax kernels, in 16 bit"] = "2.11",
+    ] = "kernels"
+    stages: Annotated[int, "buffers of each GEMM operand (FP32: always 2)"] = 4
+    tf32: Annotated[bool, "sdpa: GEMMs in TF32, as in NVIDIA's containers; PyTorch's own default is FP32"] = False
+    pytorch: Annotated[Literal["2.3", "2.8", "2.11"], "whose softmax kernels, in 16 bit"] = "2.11"
     softmax_instructions: Annotated[
         float | None, "issue slots per score element of the softmax kernel; default: as counted"
-    ] = None,
-    launch_us: Annotated[float, "host time per kernel in us; 0: a captured graph. PyTorch eager: about 30"] = 0.0,
-) -> list[Kernel]:
+    ] = None
+    launch_us: Annotated[float, "host time per kernel in us; 0: a captured graph. PyTorch eager: about 30"] = 0.0
+
+
+@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16"))
+def naive(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
     """Standard attention in three kernels or more, bound by the traffic of the score matrix."""
+    framework = knobs.framework
+    stages = knobs.stages
+    tf32 = knobs.tf32
+    pytorch = knobs.pytorch
+    softmax_instructions = knobs.softmax_instructions
+    launch_us = knobs.launch_us
     if stages < 2:
         raise ConfigError(f"naive: stages {stages}: a GEMM that loads ahead needs at least 2")
     d, dv = problem.head_dim, problem.head_dim_v
@@ -100,8 +108,8 @@ def naive(
     kind = _softmax_kind(problem, pytorch, sdpa)
     counted = sum(kind.mix(problem.seqlen_k).values())
     per_element = softmax_instructions or counted
-    knobs: dict[str, object] = dict(framework=framework, stages=stages, tf32=tf32, pytorch=pytorch)
-    knobs |= dict(softmax_instructions=per_element, launch_us=launch_us)
+    chosen: dict[str, object] = dict(framework=framework, stages=stages, tf32=tf32, pytorch=pytorch)
+    chosen |= dict(softmax_instructions=per_element, launch_us=launch_us)
 
     element = 4 if sdpa else 2
     wide = 128 if arch.architecture == "ampere" or sdpa else 256
@@ -125,14 +133,14 @@ def naive(
         spec = Pass(name, mix, ((*read, accesses),), ((*write, 1),), registers, effects=rounded)
         of, operand = {"Q": (first, "a"), "K": (first, "b"), "V": (second, "b"), "O": (second, "c")}[tensor]
         layout = operand_layout(problem, of, operand)
-        return operand_pass(problem, arch, spec, lines, elements, layout, knobs)
+        return operand_pass(problem, arch, spec, lines, elements, layout, chosen)
 
     def scores(
         name: str, mix: Mix, reads: tuple[Access, ...], *writes: Access, effects: tuple[Effect, ...] | None = ()
     ) -> Kernel:
         accesses = (tuple((*access, 1) for access in both) for both in (reads, writes))
         spec = Pass(name, mix, *accesses, effects=effects)
-        return score_pass(problem, arch, spec, knobs)
+        return score_pass(problem, arch, spec, chosen)
 
     kernels: list[Kernel] = []
     if framework == "pytorch":
@@ -142,12 +150,12 @@ def naive(
         for name, target in (("Q", "Q32"), ("K", "K32"), ("V", "V")):
             kernels.append(operand(f"cast {name}", CAST_STRIDED, name, (f"{name}16", 2), (target, 4)))
         kernels += [operand(f"scale {name}", SCALE, name, (f"{name}32", 4), (name, 4)) for name in "QK"]
-    kernels.append(gemm(problem, arch, first, depths[0], knobs))
+    kernels.append(gemm(problem, arch, first, depths[0], chosen))
     if problem.causal:
         mix = {"kernels": MASK, "pytorch": ADD_MASK, "sdpa": FP32_MASK}[framework]
         mask = () if framework == "kernels" else (("mask", element),)
         kernels.append(scores("mask", mix, (("S", element), *mask), (masked, element), effects=(Mask("x"),)))
-    kernels.append(softmax(problem, arch, masked, element, kind, per_element / counted, knobs))
+    kernels.append(softmax(problem, arch, masked, element, kind, per_element / counted, chosen))
     if framework == "pytorch":
         kernels.append(operand("copy V", STRIDED, "V", ("QKV.V", 2), ("V", 2)))
     if sdpa:
@@ -155,7 +163,7 @@ def naive(
         kernels.append(scores("all", ALL, (("infinite", 1),), effects=None))
         kernels.append(scores("where", WHERE, (("P", 4),), (p, 4)))
         kernels.append(scores("cast P", CAST, ((p, 4),), ("P16", 2), effects=None))
-    kernels.append(gemm(problem, arch, second, depths[1], knobs))
+    kernels.append(gemm(problem, arch, second, depths[1], chosen))
     if sdpa:
         kernels.append(operand("cast O", CAST, "O", ("O", 4), ("O16", 2)))
     for kernel in kernels:

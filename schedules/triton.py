@@ -24,6 +24,7 @@ FADD, A+R FMUL, E/2 F2FP, 4R SHFL (Blackwell: FMNMX3, FADD2 halve maximum and su
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -69,24 +70,33 @@ DEFAULTS = {
 FP8_DEFAULTS = {"hopper": {64: (64, 128, 3, 4), 128: (64, 128, 3, 4), 256: (128, 128, 3, 8)}}
 
 
-@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16", "fp8"))
-def triton(
-    problem: Problem,
-    arch: Arch,
-    *,
-    tile_m: Annotated[int | None, "query rows of a program; default: what autotune picks"] = None,
-    tile_n: Annotated[int | None, "keys per iteration; default: what autotune picks"] = None,
-    stages: Annotated[int | None, "depth of the software pipeline; default: what autotune picks"] = None,
-    warps: Annotated[int | None, "warps of a program, 4 or 8; default: what autotune picks"] = None,
-    warp_specialize: Annotated[
-        bool | None, "loads, MMA and softmax in warps of their own; default: on Blackwell"
-    ] = None,
+@dataclass(frozen=True)
+class Knobs:
+    """What can be changed; None is what the real kernel picks."""
+
+    tile_m: Annotated[int | None, "query rows of a program; default: what autotune picks"] = None
+    tile_n: Annotated[int | None, "keys per iteration; default: what autotune picks"] = None
+    stages: Annotated[int | None, "depth of the software pipeline; default: what autotune picks"] = None
+    warps: Annotated[int | None, "warps of a program, 4 or 8; default: what autotune picks"] = None
+    warp_specialize: Annotated[bool | None, "loads, MMA and softmax in warps of their own; default: on Blackwell"] = (
+        None
+    )
     copies: Annotated[
         Literal["threads", "tma"] | None, "who copies K and V: cp.async or TMA; default: cp.async up to Hopper"
-    ] = None,
-    longest_first: Annotated[bool, "causal: start with the last block of a head (the tutorial does not)"] = False,
-) -> Kernel:
+    ] = None
+    longest_first: Annotated[bool, "causal: start with the last block of a head (the tutorial does not)"] = False
+
+
+@schedule(architectures=("ampere", "hopper", "blackwell"), dtypes=("bf16", "fp16", "fp8"))
+def triton(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     """Triton's fused-attention tutorial: one program per query block, softmax and MMA in turn."""
+    tile_m = knobs.tile_m
+    tile_n = knobs.tile_n
+    stages = knobs.stages
+    warps = knobs.warps
+    warp_specialize = knobs.warp_specialize
+    copies = knobs.copies
+    longest_first = knobs.longest_first
     d, dv = problem.head_dim, problem.head_dim_v
     table = (FP8_DEFAULTS if problem.dtype == "fp8" else DEFAULTS).get(arch.architecture, DEFAULTS[arch.architecture])
     limit = next((head for head in table if max(d, dv) <= head), None)
@@ -101,9 +111,9 @@ def triton(
     cfg = Config(arch, m, n, d, dv, depth, width, problem.bits // 8, problem.dtype, specialized, tma)
     _check(cfg)
 
-    knobs: dict[str, object] = dict(tile_m=m, tile_n=n, stages=depth, warps=width, warp_specialize=specialized)
-    knobs |= dict(copies="tma" if tma else "threads", longest_first=longest_first)
-    k = Kernel("triton", problem, arch, knobs)
+    chosen: dict[str, object] = dict(tile_m=m, tile_n=n, stages=depth, warps=width, warp_specialize=specialized)
+    chosen |= dict(copies="tma" if tma else "threads", longest_first=longest_first)
+    k = Kernel("triton", problem, arch, chosen)
     _grid(k, cfg, longest_first)
     if arch.architecture == "blackwell":
         (blackwell_specialized if specialized else blackwell)(k, cfg)

@@ -15,6 +15,7 @@ from fasim.program.library import Schedule, list_schedules, load_schedule, sched
 
 HEADER = """
     from __future__ import annotations
+    from dataclasses import dataclass
     from typing import Annotated, Literal
     from fasim.arch import Arch
     from fasim.program.library import schedule
@@ -22,23 +23,22 @@ HEADER = """
     from fasim.program.language import Kernel
 """
 BODY = '''
+    @dataclass(frozen=True)
+    class Knobs:
+        tile: Annotated[int | None, "rows per CTA"] = None
+        share: Annotated[float, "of exponentials"] = 0.5
+        overlap: Annotated[bool, "on or off"] = True
+        order: Annotated[Literal["lpt", "heads"], "of work tiles"] = "lpt"
+        copies: int = 1
+
     @schedule(architectures=("hopper",), dtypes=("bf16", "fp8"))
-    def mine(
-        problem: Problem,
-        arch: Arch,
-        *,
-        tile: Annotated[int | None, "rows per CTA"] = None,
-        share: Annotated[float, "of exponentials"] = 0.5,
-        overlap: Annotated[bool, "on or off"] = True,
-        order: Annotated[Literal["lpt", "heads"], "of work tiles"] = "lpt",
-        copies: int = 1,
-    ) -> Kernel:
+    def mine(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
         """What it is.
 
         And more of it.
         """
-        kernel = Kernel("mine", problem, arch, {"tile": tile, "share": share, "overlap": overlap, "order": order})
-        return kernel if copies == 1 else [kernel] * copies
+        kernel = Kernel("mine", problem, arch, vars(knobs))
+        return kernel if knobs.copies == 1 else [kernel] * knobs.copies
 '''
 
 
@@ -95,7 +95,7 @@ def test_build_makes_one_kernel_or_several(mine: Schedule):
     problem, arch = Problem(), load_arch("h100")
     (kernel,) = mine.build(problem, arch, {"tile": "64", "overlap": "off", "order": "heads"})
     assert isinstance(kernel, Kernel)
-    assert kernel.knobs == {"tile": 64, "share": 0.5, "overlap": False, "order": "heads"}
+    assert kernel.knobs == {"tile": 64, "share": 0.5, "overlap": False, "order": "heads", "copies": 1}
     assert len(mine.build(problem, arch, {"copies": 3})) == 3
 
 

@@ -1,10 +1,17 @@
 """Finding and calling schedules: the shipped ones and a user's own file.
 
-A schedule file holds one function marked with :func:`schedule`. Its keyword parameters are the
-knobs; their annotations say type and meaning::
+A schedule file holds one function marked with :func:`schedule`, which takes the problem, the architecture and its
+knobs, the fields of a frozen dataclass whose annotations say type and meaning::
+
+    @dataclass(frozen=True)
+    class Knobs:
+        stages: Annotated[int, "K/V buffers"] = 2
 
     @schedule(architectures=("hopper",), dtypes=("bf16", "fp16"))
-    def fa3(problem: Problem, arch: Arch, *, stages: Annotated[int, "K/V buffers"] = 2) -> Kernel: ...
+    def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel: ...
+
+A schedule without knobs leaves the third parameter out. Where a schedule is several kernels, one file each, the files
+are called ``NAME_sm90.py``, ``NAME_sm100.py`` ...; ``NAME`` picks the one that exists for chip and problem.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,15 +33,19 @@ from fasim.errors import ConfigError, FasimError, did_you_mean
 from fasim.problem import Problem
 from fasim.program.language import Kernel
 
-F = TypeVar("F", bound=Callable[..., Kernel | Sequence[Kernel]])
+Recorded = Kernel | Sequence[Kernel]
+F = TypeVar("F", bound=Callable[..., Recorded])
 
 _TRUE = ("on", "true", "yes", "1")
 _FALSE = ("off", "false", "no", "0")
 
+#: ``fa4_sm90``, ``fa4_sm100_d256``: kernels of the schedule ``fa4``.
+_OF_FAMILY = re.compile(r"(\w+?)_sm\d+(_\w+)?")
+
 
 @dataclass(frozen=True)
 class Knob:
-    """A keyword parameter of a schedule. ``default`` None: chosen as the real kernel does."""
+    """A field of a schedule's knobs. ``default`` None: chosen as the real kernel does."""
 
     name: str
     type: type
@@ -73,53 +84,125 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A schedule function with what it declares about itself."""
+class Marked:
+    """What :func:`schedule` says about a function. ``head_dims``: the only ones it is for, empty: all others."""
 
-    name: str
-    summary: str
     architectures: tuple[str, ...]
     dtypes: tuple[str, ...]
     directions: tuple[str, ...]
+    head_dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The function of one schedule file, and its knobs."""
+
+    marked: Marked
+    summary: str
     knobs: dict[str, Knob]
-    function: Callable[..., Kernel | Sequence[Kernel]]
+    knobs_type: type | None
+    function: Callable[..., Recorded]
     path: Path
 
-    def parse_knobs(self, given: Mapping[str, object]) -> dict[str, object]:
-        """Check names and types of ``given`` knobs. Raises ConfigError with the choices."""
-        for name in given:
-            if name not in self.knobs:
-                raise ConfigError(f"schedule '{self.name}': unknown knob '{name}'{did_you_mean(name, self.knobs)}")
-        return {name: self.knobs[name].parse(value) for name, value in given.items()}
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule with what it declares about itself: one kernel, or several of which chip and problem pick one."""
+
+    name: str
+    variants: tuple[Variant, ...]
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        return self.variants[0].summary
+
+    @property
+    def path(self) -> Path:
+        """Its file, the first of several."""
+        return self.variants[0].path
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Architectures it exists for."""
+        return tuple(dict.fromkeys(a for v in self.variants for a in v.marked.architectures))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Data types of any of its kernels."""
+        return tuple(dict.fromkeys(d for v in self.variants for d in v.marked.dtypes))
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """Directions of any of its kernels."""
+        return tuple(dict.fromkeys(d for v in self.variants for d in v.marked.directions))
+
+    @property
+    def knobs(self) -> dict[str, Knob]:
+        """Knobs of all its kernels."""
+        return {name: knob for variant in self.variants for name, knob in variant.knobs.items()}
+
+    def knobs_on(self, arch: Arch) -> dict[str, Knob]:
+        """Knobs of its kernels for ``arch``."""
+        on = [variant for variant in self.variants if arch.architecture in variant.marked.architectures]
+        return {name: knob for variant in on for name, knob in variant.knobs.items()}
 
     def build(self, problem: Problem, arch: Arch, knobs: Mapping[str, object]) -> list[Kernel]:
         """Record the kernels for ``problem`` on ``arch``, in the order they are launched.
 
-        Raises ConfigError where the schedule does not exist for this chip, dtype or direction.
+        Raises ConfigError where the schedule does not exist for this chip, dtype, direction, or knob.
         """
+        variant = self._pick(problem, arch)
+        parsed = _parse(self.name, variant.knobs, knobs)
+        if variant.knobs_type is None:
+            built = variant.function(problem, arch)
+        else:
+            built = variant.function(problem, arch, variant.knobs_type(**parsed))
+        return [built] if isinstance(built, Kernel) else list(built)
+
+    def _pick(self, problem: Problem, arch: Arch) -> Variant:
+        """The kernel for ``problem`` on ``arch``."""
         if arch.architecture not in self.architectures:
             others = [n for n in list_schedules() if arch.architecture in load_schedule(n).architectures]
             raise ConfigError(
                 f"schedule '{self.name}' does not exist for {arch.name} ({arch.architecture}); it runs on "
                 f"{', '.join(self.architectures)}; schedules for {arch.name}: {', '.join(others) or 'none'}"
             )
+        found = [v for v in self.variants if arch.architecture in v.marked.architectures]
+        special = [v for v in found if problem.head_dim in v.marked.head_dims]
+        variant = (special or [v for v in found if not v.marked.head_dims])[0]
         for what, value, known in (
-            ("dtype", problem.dtype, self.dtypes),
-            ("direction", problem.direction, self.directions),
+            ("dtype", problem.dtype, variant.marked.dtypes),
+            ("direction", problem.direction, variant.marked.directions),
         ):
             if value not in known:
-                raise ConfigError(f"schedule '{self.name}': no {what} '{value}' (has {', '.join(known)})")
-        built = self.function(problem, arch, **self.parse_knobs(knobs))
-        return [built] if isinstance(built, Kernel) else list(built)
+                where = f" on {arch.name}" if len(self.variants) > 1 else ""
+                raise ConfigError(f"schedule '{self.name}'{where}: no {what} '{value}' (has {', '.join(known)})")
+        return variant
+
+    def parse_knobs(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Check names and types of ``given`` knobs. Raises ConfigError with the choices."""
+        return _parse(self.name, self.knobs, given)
+
+
+def _parse(schedule: str, knobs: Mapping[str, Knob], given: Mapping[str, object]) -> dict[str, object]:
+    for name in given:
+        if name not in knobs:
+            raise ConfigError(f"schedule '{schedule}': unknown knob '{name}'{did_you_mean(name, knobs)}")
+    return {name: knobs[name].parse(value) for name, value in given.items()}
 
 
 def schedule(
-    *, architectures: tuple[str, ...], dtypes: tuple[str, ...], directions: tuple[str, ...] = ("fwd",)
+    *,
+    architectures: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    directions: tuple[str, ...] = ("fwd",),
+    head_dims: tuple[int, ...] = (),
 ) -> Callable[[F], F]:
-    """Mark a function as the schedule of its file and say what it exists for."""
+    """Mark a function as the schedule of its file and say what it exists for; ``head_dims`` empty: any."""
 
     def mark(function: F) -> F:
-        function.fasim_schedule = (architectures, dtypes, directions)  # type: ignore[attr-defined]
+        function.fasim_schedule = Marked(architectures, dtypes, directions, head_dims)  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -132,9 +215,19 @@ def schedule_folder() -> Path:
     return data if data.is_dir() else package.parent / "schedules"
 
 
+def _shipped() -> dict[str, list[Path]]:
+    """Shipped schedules and their files."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(schedule_folder().glob("*.py")):
+        if not path.stem.startswith("_"):
+            family = _OF_FAMILY.fullmatch(path.stem)
+            found.setdefault(family[1] if family else path.stem, []).append(path)
+    return found
+
+
 def list_schedules() -> list[str]:
     """Names of the shipped schedules, from the folder."""
-    return sorted(path.stem for path in schedule_folder().glob("*.py") if not path.stem.startswith("_"))
+    return sorted(_shipped())
 
 
 def load_schedule(name_or_path: str | Path) -> Schedule:
@@ -147,10 +240,14 @@ def load_schedule(name_or_path: str | Path) -> Schedule:
         path = Path(text)
         if not path.is_file():
             raise ConfigError(f"schedule file '{path}' does not exist")
-    else:
-        path = schedule_folder() / f"{text}.py"
-        if not path.is_file():
-            raise ConfigError(f"unknown schedule '{text}'{did_you_mean(text, list_schedules())}")
+        return Schedule(path.stem, (_load(path),))
+    shipped = _shipped()
+    if text not in shipped:
+        raise ConfigError(f"unknown schedule '{text}'{did_you_mean(text, shipped)}")
+    return Schedule(text, tuple(_load(path) for path in shipped[text]))
+
+
+def _load(path: Path) -> Variant:
     module = _import(path)
     found = [f for f in vars(module).values() if callable(f) and hasattr(f, "fasim_schedule")]
     if len(found) != 1:
@@ -178,14 +275,29 @@ def _import(path: Path) -> types.ModuleType:
     return module
 
 
-def _describe(function: Callable[..., Kernel | Sequence[Kernel]], path: Path) -> Schedule:
-    architectures, dtypes, directions = function.fasim_schedule  # type: ignore[attr-defined]
-    hints: dict[str, Any] = typing.get_type_hints(function, include_extras=True)
-    knobs: dict[str, Knob] = {}
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            continue
-        hint, doc = hints[parameter.name], ""
+def _describe(function: Callable[..., Recorded], path: Path) -> Variant:
+    hints: dict[str, Any] = typing.get_type_hints(function)
+    parameters = list(inspect.signature(function).parameters)
+    knobs_type: type | None = None
+    if len(parameters) > 2:
+        knobs_type = hints.get(parameters[2])
+        if not is_dataclass(knobs_type):
+            raise ConfigError(
+                f"{path}: the third parameter, '{parameters[2]}', is the knobs: annotate it by a dataclass"
+            )
+    doc_text = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
+    summary = doc_text.strip().splitlines()[0] if doc_text.strip() else ""
+    marked: Marked = function.fasim_schedule  # type: ignore[attr-defined]
+    knobs = {} if knobs_type is None else _knobs(knobs_type)
+    return Variant(marked, summary, knobs, knobs_type, function, path)
+
+
+def _knobs(knobs_type: type) -> dict[str, Knob]:
+    """The fields of a dataclass of knobs."""
+    hints = typing.get_type_hints(knobs_type, include_extras=True)
+    found = {}
+    for field in fields(knobs_type):
+        hint, doc = hints[field.name], ""
         if typing.get_origin(hint) is typing.Annotated:
             hint, doc = typing.get_args(hint)[:2]
         options = [a for a in typing.get_args(hint) if a is not type(None)] or [hint]
@@ -195,7 +307,5 @@ def _describe(function: Callable[..., Kernel | Sequence[Kernel]], path: Path) ->
             choices, kind = tuple(str(a) for a in options), str
         elif typing.get_origin(kind) is typing.Literal:
             choices, kind = tuple(str(a) for a in typing.get_args(kind)), str
-        knobs[parameter.name] = Knob(parameter.name, kind, parameter.default, str(doc), choices)
-    doc_text = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
-    summary = doc_text.strip().splitlines()[0] if doc_text.strip() else ""
-    return Schedule(path.stem, summary, architectures, dtypes, directions, knobs, function, path)
+        found[field.name] = Knob(field.name, kind, field.default, str(doc), choices)
+    return found
