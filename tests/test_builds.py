@@ -6,11 +6,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from fasim.arch import load_arch
+from fasim.cli import app
 from fasim.errors import ConfigError
 from fasim.files import data_folder
 from fasim.problem import Problem
 from fasim.program.builds import GRADES, Build, choose_build, list_builds, load_build
+from fasim.program.library import Schedule, load_schedule
 
 SHIPPED = sorted(data_folder("schedules").glob("builds/*/*.toml"))
 SCHEDULES = sorted({path.parent.name for path in SHIPPED})
@@ -157,6 +162,79 @@ def test_a_build_of_a_users_schedule(tmp_path):
     assert list_builds(schedule) == ["only"]
     assert choose_build(schedule, "hopper").name == "only"
     assert choose_build(tmp_path / "other.py", "hopper") is None, "a schedule without builds"
+
+
+OWN = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from fasim import Arch, Problem, schedule
+from fasim.program.builds import Build
+from fasim.program.language import Kernel
+
+@dataclass(frozen=True)
+class Knobs:
+    stages: int = 2
+
+@schedule(architectures=("hopper", "ampere", "blackwell"), dtypes=("bf16",))
+def own(problem: Problem, arch: Arch, knobs: Knobs, build: Build) -> Kernel:
+    """Mine."""
+    return Kernel("own", problem, arch, {"stages": knobs.stages, "build": build.name})
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Schedule:
+    """A schedule with a build for Hopper, which is the default, and one for Hopper and Ampere."""
+    folder = tmp_path / "builds" / "own"
+    folder.mkdir(parents=True)
+    head = 'schedule = "own"\ntitle = "Title"\ncompiler = "nvcc"\nrevision = "r"\narchitectures = '
+    write(folder, head + '["hopper"]\ndefault = true\n', "one.toml")
+    write(folder, head + '["hopper", "ampere"]\n', "two.toml")
+    return load_schedule(write(tmp_path, OWN, "own.py"))
+
+
+def test_a_schedule_gets_the_build_that_is_chosen(own, tmp_path):
+    def chosen(arch: str, **knobs: object) -> object:
+        return own.build(Problem(), load_arch(arch), knobs)[0].knobs["build"]
+
+    assert chosen("h100") == chosen("h100", build="auto") == "one"
+    assert chosen("h100", build="two") == chosen("a100", build="two") == "two"
+    mine = write(tmp_path, 'base = "two"\ntitle = "x"\n', "Mine.toml")
+    assert chosen("h100", build=str(mine), stages=3) == "Mine"
+    for arch, build, message in (
+        ("h100", "twoo", r"knob 'build': unknown value 'twoo'; did you mean 'two'\?"),
+        ("a100", "one", r"knob 'build': unknown value 'one' \(choices: two\)"),
+        ("a100", None, r"schedule 'own' has no build for a100"),
+        ("b200", str(mine), r"own: build 'Mine' is for hopper, ampere, not blackwell"),
+        ("h100", "no/such.toml", r"no/such.toml: no such file \(shipped builds of own: one, two\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            chosen(arch, build=build)
+
+
+def test_the_knob_lists_the_builds_of_an_architecture(own):
+    assert own.knobs["build"].choices == ("one", "two")
+    assert own.knobs_on(load_arch("a100"))["build"].choices == ("two",)
+    assert own.knobs_on(load_arch("h100"))["build"].default == "one"
+
+
+def test_command_line(own, tmp_path):
+    def fasim(*command: str) -> Result:
+        return CliRunner().invoke(app, list(command))
+
+    listed = fasim("list", "builds", str(own.path))
+    assert listed.exit_code == 0
+    assert [line.split()[:3] for line in listed.output.splitlines() if "Title" in line] == [
+        ["own", "one*", "hopper"],
+        ["own", "two", "hopper,"],
+    ]
+    shown = fasim("list", "builds").output
+    assert all(schedule in shown for schedule in SCHEDULES)
+    mine = write(tmp_path, 'base = "two"\n[cost.x]\n')
+    for option in (["--build", str(mine)], ["--knob", f"build={mine}"]):
+        failed = fasim("run", str(own.path), "--arch", "h100", *option)
+        assert isinstance(failed.exception, ConfigError) and failed.exception.exit_code == 2
+        assert "mine.toml: cost: unknown key; did you mean 'costs'?" in str(failed.exception)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from fasim.cli.console import (
     console_for,
     format_value,
     note,
-    parse_assignments,
     parse_integers,
     parse_window,
     print_table,
@@ -30,6 +29,7 @@ from fasim.cli.console import (
 from fasim.cli.options import (
     ArchOption,
     Batch,
+    BuildOption,
     Causal,
     ClockOption,
     Direction,
@@ -48,6 +48,7 @@ from fasim.cli.options import (
     SetOption,
     announced,
     complete_schedule,
+    given_knobs,
     load_chip,
     make_problem,
 )
@@ -66,7 +67,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     **explain.EXAMPLES,
     **checking.EXAMPLES,
     **numerics.EXAMPLES,
-    "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3"),
+    "list": ("fasim list archs", "fasim list schedules", "fasim list knobs fa3", "fasim list builds"),
     "arch": ("fasim arch check arch_models/h100.toml", "fasim arch schema > arch.schema.json"),
 }
 
@@ -119,6 +120,7 @@ def run(
     dtype: Dtype = None,
     clock: ClockOption = None,
     knob: KnobOption = None,
+    build: BuildOption = None,
     overrides: SetOption = None,
     ideal: IdealOption = None,
     engine: EngineOption = "compiled",
@@ -143,7 +145,7 @@ def run(
     """
     window = parse_window(cycles)
     sms = tuple(sorted({sm, *parse_integers("--trace-sms", trace_sms)}))
-    knobs = parse_assignments("--knob", knob)
+    knobs = given_knobs(knob, build)
 
     from fasim.program.library import load_schedule
     from fasim.studies.simulate import TraceSpec, simulate
@@ -250,6 +252,30 @@ def list_knobs(
             choices = f" ({', '.join(str(choice) for choice in knob.choices)})" if knob.choices else ""
             rows.append((found.name, knob.name, format_value(knob.default), f"{knob.doc}{choices}"))
     print_table(("schedule", "knob", "default", "what it does"), rows)
+
+
+@list_app.command("builds", epilog=_examples("list"))
+def list_builds(
+    schedule: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=complete_schedule
+        ),
+    ] = None,
+) -> None:
+    """The builds of a schedule: what compilers made of it. The default of an architecture has a star."""
+    from fasim.program.builds import list_builds, load_build
+    from fasim.program.library import list_schedules, load_schedule
+
+    rows = []
+    for name in [schedule] if schedule is not None else list_schedules():
+        home = load_schedule(name).home
+        for build in (load_build(home, found) for found in list_builds(home)):
+            star = "*" if build.default else ""
+            rows.append(
+                (build.schedule, f"{build.name}{star}", ", ".join(build.architectures), build.title, build.compiler)
+            )
+    print_table(("schedule", "build", "architectures", "what it is", "compiler"), rows)
 
 
 @arch_app.command("check", epilog=_examples("arch"))

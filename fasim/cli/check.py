@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from fasim.cli.console import console_for, parse_assignments, write_text
+from fasim.cli.console import console_for, write_text
 from fasim.cli.options import (
     ArchOption,
     Batch,
+    BuildOption,
     Causal,
     Direction,
     Dtype,
@@ -25,6 +26,7 @@ from fasim.cli.options import (
     Seqlen,
     SeqlenK,
     SetOption,
+    given_knobs,
     load_chip,
     make_problem,
 )
@@ -57,6 +59,7 @@ def check(
     causal: Causal = None,
     dtype: Dtype = None,
     knob: KnobOption = None,
+    build: BuildOption = None,
     overrides: SetOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     spread: Annotated[float, typer.Option(help="Standard deviation of Q; 8 makes row maxima grow a lot.")] = 1.0,
@@ -82,7 +85,7 @@ def check(
     """
     # Before NumPy is loaded: on tiles this small, BLAS threads cost more than they gain.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    knobs = parse_assignments("--knob", knob)
+    knobs = given_knobs(knob, build)
 
     from fasim.checker import Numerics
     from fasim.checker.check import check as study

@@ -13,6 +13,7 @@ from fasim.cli.console import console_for, note, parse_assignments, progress_bar
 from fasim.cli.options import (
     ArchOption,
     Batch,
+    BuildOption,
     Causal,
     ClockOption,
     Direction,
@@ -30,6 +31,7 @@ from fasim.cli.options import (
     announced,
     complete_arch,
     complete_schedule,
+    given_knobs,
     make_problem,
 )
 from fasim.errors import ConfigError, ToleranceError
@@ -98,6 +100,7 @@ def compare(
     dtype: Dtype = None,
     clock: ClockOption = None,
     knob: KnobOption = None,
+    build: BuildOption = None,
     knob_a: Annotated[list[str] | None, _knobs_of("A")] = None,
     knob_b: Annotated[list[str] | None, _knobs_of("B")] = None,
     overrides: SetOption = None,
@@ -143,7 +146,7 @@ def compare(
         chosen = own_arch or arch
         if chosen is None:
             raise ConfigError(f"compare: no architecture for {label}: give --arch")
-        knobs = {**parse_assignments("--knob", knob), **parse_assignments(f"--knob-{label.lower()}", own_knobs)}
+        knobs = {**given_knobs(knob, build), **parse_assignments(f"--knob-{label.lower()}", own_knobs)}
         sets = (*(overrides or ()), *(own_sets or ()))
         labelled.append((label, _simulate(name, problem, chosen, sets, knobs, clock, plot is not None)))
     comparison = compare_runs(labelled)
@@ -205,6 +208,7 @@ def bounds(
     dtype: Dtype = None,
     clock: ClockOption = None,
     knob: KnobOption = None,
+    build: BuildOption = None,
     overrides: SetOption = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model, for the memory kept for backward.")] = 80,
     json_path: JsonOption = None,
@@ -231,7 +235,7 @@ def bounds(
     from fasim.views.bounds_report import render_bounds
 
     sets = tuple(overrides or ())
-    run = _simulate(schedule, problem, arch, sets, parse_assignments("--knob", knob), clock, traced=False)
+    run = _simulate(schedule, problem, arch, sets, given_knobs(knob, build), clock, traced=False)
     found = bounds_of(run, load_arch(arch, sets))
     shown = render_bounds(run, found, layers=layers)
     console_for(stderr=json_path == "-").print(shown)
@@ -259,6 +263,7 @@ def explain(
     dtype: Dtype = None,
     clock: ClockOption = None,
     knob: KnobOption = None,
+    build: BuildOption = None,
     overrides: SetOption = None,
     infinite: Annotated[bool, typer.Option("--infinite", help="Also with each resource infinitely fast.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Simulations at a time; one per CPU unless given.")] = None,
@@ -283,7 +288,7 @@ def explain(
         causal=causal,
         dtype=dtype,
     )
-    knobs = tuple(parse_assignments("--knob", knob).items())
+    knobs = tuple(given_knobs(knob, build).items())
     if html is not None:
         from fasim.views.common import check_suffix
         from fasim.views.html import SUFFIXES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fasim.cli.console import note
+from fasim.cli.console import note, parse_assignments
 from fasim.errors import FasimError
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ IdealOption = Annotated[
 KnobOption = Annotated[
     list[str] | None, typer.Option("--knob", metavar="KNOB=VALUE", help="Set a knob of the schedule (repeatable).")
 ]
+BuildOption = Annotated[
+    str | None,
+    typer.Option("--build", metavar="NAME|FILE", help="What a compiler made of it; see `fasim list builds`."),
+]
 ClockOption = Annotated[
     float | None,
     typer.Option("--clock", metavar="MHZ", help="SM clock; what the chip holds under this load unless given."),
@@ -92,6 +96,11 @@ def make_problem(**shape: Any) -> Problem:
 
     fields = {"seqlen": "seqlen_q", "heads": "heads_q", "kv_heads": "heads_kv"}
     return Problem(**{fields.get(name, name): value for name, value in shape.items() if value is not None})
+
+
+def given_knobs(knob: Sequence[str] | None, build: str | None) -> dict[str, object]:
+    """The knobs of the options --knob and --build, values as text. Raises ConfigError."""
+    return {**parse_assignments("--knob", knob), **({} if build is None else {"build": build})}
 
 
 def load_chip(arch: str, overrides: Sequence[str] | None, ideal: Sequence[str] | None) -> Arch:

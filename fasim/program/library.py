@@ -10,8 +10,11 @@ knobs, the fields of a frozen dataclass whose annotations say type and meaning::
     @schedule(architectures=("hopper",), dtypes=("bf16", "fp16"))
     def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel: ...
 
-A schedule without knobs leaves the third parameter out. Where a schedule is several kernels, one file each, the files
-are called ``NAME_sm90.py``, ``NAME_sm100.py`` ...; ``NAME`` picks the one that exists for chip and problem.
+A schedule without knobs leaves the third parameter out. One with builds (:mod:`fasim.program.builds`) has one more,
+``build: Build``, and the knob ``build`` chooses it by name or path.
+
+Where a schedule is several kernels, one file each, the files are called ``NAME_sm90.py``, ``NAME_sm100.py`` ...;
+``NAME`` picks the one that exists for chip and problem.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from typing import Any, TypeVar
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError, FasimError, did_you_mean
+from fasim.files import data_folder
 from fasim.problem import Problem
+from fasim.program.builds import Build, choose_build, list_builds, load_build
 from fasim.program.language import Kernel
 
 Recorded = Kernel | Sequence[Kernel]
@@ -84,6 +89,16 @@ class Knob:
 
 
 @dataclass(frozen=True)
+class BuildKnob(Knob):
+    """The knob ``build`` of schedules that have builds: a name, or the path of a user's file."""
+
+    def parse(self, value: object) -> object:
+        """Name or path as text; None for the default of the architecture. Raises ConfigError for an unknown name."""
+        text = str(value)
+        return text if text.endswith(".toml") or "/" in text else super().parse(value)
+
+
+@dataclass(frozen=True)
 class Marked:
     """What :func:`schedule` says about a function. ``head_dims``: the only ones it is for, empty: all others."""
 
@@ -101,6 +116,7 @@ class Variant:
     summary: str
     knobs: dict[str, Knob]
     knobs_type: type | None
+    takes_build: bool
     function: Callable[..., Recorded]
     path: Path
 
@@ -140,12 +156,28 @@ class Schedule:
     @property
     def knobs(self) -> dict[str, Knob]:
         """Knobs of all its kernels."""
-        return {name: knob for variant in self.variants for name, knob in variant.knobs.items()}
+        return self._knobs(self.variants, self.architectures)
 
     def knobs_on(self, arch: Arch) -> dict[str, Knob]:
         """Knobs of its kernels for ``arch``."""
         on = [variant for variant in self.variants if arch.architecture in variant.marked.architectures]
-        return {name: knob for variant in on for name, knob in variant.knobs.items()}
+        return self._knobs(on, (arch.architecture,))
+
+    def _knobs(self, variants: Sequence[Variant], architectures: Sequence[str]) -> dict[str, Knob]:
+        found = {name: knob for variant in variants for name, knob in variant.knobs.items()}
+        if any(variant.takes_build for variant in variants):
+            builds = [load_build(self.home, name) for name in list_builds(self.home)]
+            builds = [build for build in builds if set(build.architectures) & set(architectures)]
+            defaults = [build.name for build in builds if build.default]
+            doc = "what a compiler made of it: a name or a .toml file; default: the architecture's"
+            choices = tuple(build.name for build in builds)
+            found["build"] = BuildKnob("build", str, defaults[0] if len(defaults) == 1 else None, doc, choices)
+        return found
+
+    @property
+    def home(self) -> Path:
+        """The path beside which its builds are: that of its file, or of the family of its files."""
+        return self.path.with_name(f"{self.name}.py")
 
     def build(self, problem: Problem, arch: Arch, knobs: Mapping[str, object]) -> list[Kernel]:
         """Record the kernels for ``problem`` on ``arch``, in the order they are launched.
@@ -153,12 +185,21 @@ class Schedule:
         Raises ConfigError where the schedule does not exist for this chip, dtype, direction, or knob.
         """
         variant = self._pick(problem, arch)
-        parsed = _parse(self.name, variant.knobs, knobs)
-        if variant.knobs_type is None:
-            built = variant.function(problem, arch)
-        else:
-            built = variant.function(problem, arch, variant.knobs_type(**parsed))
+        parsed = _parse(self.name, self._knobs((variant,), (arch.architecture,)), knobs)
+        arguments: list[object] = [problem, arch]
+        build = self._choose(parsed.pop("build", None), arch) if variant.takes_build else None
+        if variant.knobs_type is not None:
+            arguments.append(variant.knobs_type(**parsed))
+        if build is not None:
+            arguments.append(build)
+        built = variant.function(*arguments)
         return [built] if isinstance(built, Kernel) else list(built)
+
+    def _choose(self, chosen: object, arch: Arch) -> Build:
+        build = choose_build(self.home, arch.architecture, None if chosen is None else str(chosen))
+        if build is None:
+            raise ConfigError(f"schedule '{self.name}' has no build for {arch.name} ({arch.architecture})")
+        return build
 
     def _pick(self, problem: Problem, arch: Arch) -> Variant:
         """The kernel for ``problem`` on ``arch``."""
@@ -210,9 +251,7 @@ def schedule(
 
 def schedule_folder() -> Path:
     """Where the shipped schedules are: package data in a wheel, the top-level folder in a checkout."""
-    package = Path(__file__).parents[1]
-    data = package / "data" / "schedules"
-    return data if data.is_dir() else package.parent / "schedules"
+    return data_folder("schedules")
 
 
 def _shipped() -> dict[str, list[Path]]:
@@ -277,19 +316,18 @@ def _import(path: Path) -> types.ModuleType:
 
 def _describe(function: Callable[..., Recorded], path: Path) -> Variant:
     hints: dict[str, Any] = typing.get_type_hints(function)
-    parameters = list(inspect.signature(function).parameters)
+    others = list(inspect.signature(function).parameters)[2:]
+    takes_build = bool(others) and hints.get(others[-1]) is Build
     knobs_type: type | None = None
-    if len(parameters) > 2:
-        knobs_type = hints.get(parameters[2])
+    for name in others[: len(others) - takes_build]:
+        knobs_type = hints.get(name)
         if not is_dataclass(knobs_type):
-            raise ConfigError(
-                f"{path}: the third parameter, '{parameters[2]}', is the knobs: annotate it by a dataclass"
-            )
+            raise ConfigError(f"{path}: the third parameter, '{name}', is the knobs: annotate it by a dataclass")
     doc_text = inspect.getdoc(function) or inspect.getdoc(sys.modules[function.__module__]) or ""
     summary = doc_text.strip().splitlines()[0] if doc_text.strip() else ""
     marked: Marked = function.fasim_schedule  # type: ignore[attr-defined]
     knobs = {} if knobs_type is None else _knobs(knobs_type)
-    return Variant(marked, summary, knobs, knobs_type, function, path)
+    return Variant(marked, summary, knobs, knobs_type, takes_build, function, path)
 
 
 def _knobs(knobs_type: type) -> dict[str, Knob]:
