@@ -1,28 +1,28 @@
-"""Broken copies of shipped schedules: one line changed."""
+"""Broken copies of shipped schedules: the program that they record, with something wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fasim.arch import load_arch
+from fasim.arch import Arch, load_arch
 from fasim.checker.check import check
+from fasim.checker.mutations import Change
 from fasim.problem import Problem
-from fasim.program.library import Schedule, load_schedule, schedule_folder
+from fasim.program.language import Kernel
+from fasim.program.library import Schedule, load_schedule
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """``old`` in ``file`` becomes ``new``; ``caught`` is part of a message that names the cause.
+    """What ``change`` breaks; ``caught`` is part of a message that names the cause.
 
     ``by``: ``deadlock``, ``structure``, the kind of a finding, or ``values`` (a wrong output).
     """
 
     name: str
-    file: str
-    old: str
-    new: str
+    change: Change
     by: str
     caught: str
     problem: tuple[tuple[str, Any], ...] = ()
@@ -31,15 +31,14 @@ class Mutation:
     spread: float = 1.0  # of Q: with more, row maxima grow
 
 
-def mutate(folder: Path, schedule: str, mutation: Mutation) -> Schedule:
-    """The schedule from a copy of its files in ``folder``, broken. The text to change must be there once."""
-    for path in schedule_folder().glob("*.py"):
-        text = path.read_text()
-        if path.name == mutation.file:
-            assert text.count(mutation.old) == 1, f"{mutation.name}: {text.count(mutation.old)} places to change"
-            text = text.replace(mutation.old, mutation.new)
-        (folder / path.name).write_text(text)
-    return load_schedule(folder / f"{schedule}.py")
+@dataclass(frozen=True)
+class Broken(Schedule):
+    """A schedule whose kernels are recorded and then changed."""
+
+    change: Change
+
+    def build(self, problem: Problem, arch: Arch, knobs: Mapping[str, object]) -> list[Kernel]:
+        return self.change(super().build(problem, arch, knobs))
 
 
 def messages(result: dict[str, Any]) -> dict[str, list[str]]:
@@ -75,11 +74,13 @@ def right(result: dict[str, Any], factor: float = 1.05) -> None:
     assert all(row["output"] == "LSE" and row["max_abs"] < 2e-6 for row in others)
 
 
-def caught(schedule: str, mutation: Mutation, arch: str, folder: Path) -> None:
+def caught(schedule: str, mutation: Mutation, arch: str, **shape: Any) -> None:
     """The check that should find it does, and says why."""
-    shape = {"heads_q": 1, **dict(mutation.problem)}
-    broken, knobs = mutate(folder, schedule, mutation), dict(mutation.knobs)
-    result = run_check(broken, mutation.arch or arch, shape, knobs, mutation.spread)
+    whole = load_schedule(schedule)
+    broken = Broken(**vars(whole), change=mutation.change)
+    result = run_check(
+        broken, mutation.arch or arch, {**shape, **dict(mutation.problem)}, dict(mutation.knobs), mutation.spread
+    )
     found = messages(result)
     assert not result["passed"]
     assert any(mutation.caught in text for text in found.get(mutation.by, ())), found

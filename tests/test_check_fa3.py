@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from mutations import Mutation, messages, mutate, run_check
+from mutations import Mutation, caught, messages, run_check
+
+from fasim.checker.mutations import At, drop, move, redeclare, replace_effect, retarget, together
+from fasim.program.effects import Mask, Normalise, Rescale, RowMax
+from fasim.program.language import Barrier, Tensor
 
 SHAPES = [
     ({}, {}),
@@ -59,106 +63,80 @@ def test_leaving_the_exponential_out_is_no_attention_but_has_no_races():
 MUTATIONS = [
     Mutation(
         "QK not waited for",
-        "fa3.py",
-        '    c.wait_mma(1, "wait QK")\n',
-        "",
+        drop(At("consumer", "wait QK", behind="pass turn", which="all")),
         "race",
         "reads register S that consumer0 'QK' (",
     ),
     Mutation(
         "PV not waited for",
-        "fa3.py",
-        '        c.wait_mma(0, "wait PV")\n        c.release(v_ring)\n\n    softmax',
-        "        c.release(v_ring)\n\n    softmax",
+        drop(At("consumer", "wait PV", behind="release K", which="all")),
         "race",
         "writes: an MMA in flight, no wait for it",
     ),
     Mutation(
         "V released too early",
-        "fa3.py",
-        '        c.wait_mma(0, "wait PV")\n        c.release(v_ring)\n\n    softmax',
-        '        c.release(v_ring)\n        c.wait_mma(0, "wait PV")\n\n    softmax',
+        move(At("consumer", "release V", inside="full"), before="wait PV"),
         "race",
         "overwrites V[0] that consumer0 'PV'",
     ),
     Mutation(
         "K not released",
-        "fa3.py",
-        '        c.release(k_ring)\n        c.wait_mma(0, "wait PV")\n',
-        '        c.wait_mma(0, "wait PV")\n',
+        drop(At("consumer", "release K", inside="full")),
         "deadlock",
         "consumer0 waits for 'K.full[1]' of producer",
     ),
     Mutation(
         "turn passed to itself",
-        "fa3.py",
-        '        c.arrive(turn, "next", label="pass turn")\n    c.wait_mma(1',
-        '        c.arrive(turn, "own", label="pass turn")\n    c.wait_mma(1',
+        retarget(At("consumer", "pass turn", which="all"), use={"barrier": "turn@own"}),
         "deadlock",
         "consumer1 waits for 'turn@1', at which no other role",
     ),
     Mutation(
         "V loaded over O",
-        "fa3.py",
-        '            p.wait_barrier(o_free, reason="empty", ahead=1)\n',
-        "",
+        drop(At("producer", "wait O.free")),
         "race",
         "writes as V[0], which shares its space",
     ),
     Mutation(
         "O's space free in one CTA of the cluster only",
-        "_fa3_parts.py",
-        '        c.arrive(o_free, scope="cluster", label="O stored")\n',
-        '        c.arrive(o_free, label="O stored")\n        c.arrive(o_free, label="O stored")\n',
+        together(retarget(At("consumer", "O stored"), scope="cta"), redeclare(Barrier, "O.free", arrivals=1)),
         "race",
         "'store O' of another CTA (",
     ),
     Mutation(
         "no barrier before O lands where V was",
-        "_fa3_parts.py",
-        '        c.sync(epilogue, label="epilogue barrier")',
-        "        pass",
+        drop(At("consumer", "epilogue barrier", which="all")),
         "race",
         "overwrites O that consumer1 'PV' (",
     ),
     Mutation(
         "store not waited for",
-        "_fa3_parts.py",
-        '            c.wait_copies("store", "wait O store")',
-        "            pass",
+        drop(At("consumer", "wait O store")),
         "race",
         "no wait until the store has read it",
     ),
     Mutation(
         "no rescale",
-        "_fa3_parts.py",
-        '    on_o += (Rescale("O"),) if rescale else ()\n',
-        "",
+        replace_effect(At("consumer", "scale S and O, exp", behind="release V", which="all"), Rescale),
         "scale",
         "a rescale is missing or twice",
     ),
     Mutation(
         "no division by the row sum",
-        "_fa3_parts.py",
-        '    effects += (Normalise("O"),)\n',
-        '    effects += (RowMax("S", "lse"),)\n',
+        replace_effect(At("consumer", "scale O"), Normalise, RowMax("S", "lse")),
         "scale",
         "were not divided by their row sum",
     ),
     Mutation(
         "no mask",
-        "_fa3_parts.py",
-        'effects=(Mask("S"),)',
-        "effects=()",
+        replace_effect(At("consumer", "mask", which="all"), Mask),
         "data",
         "takes in scores that the mask hides",
         (("causal", True),),
     ),
     Mutation(
         "a K block twice",
-        "fa3.py",
-        'kv_rows * d // cluster, "kv", -cluster, keys)',
-        'kv_rows * d // cluster, "kv", 0, keys)',
+        redeclare(Tensor, "K", step=0),
         "data",
         "multiplies columns 880 to 1023 with rows 704 to 879: not the same keys",
     ),
@@ -166,9 +144,5 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
-def test_broken_copies_are_caught(tmp_path, mutation):
-    broken = mutate(tmp_path, "fa3", mutation)
-    result = run_check(broken, "h100", {"seqlen_q": 1024, **dict(mutation.problem)}, dict(mutation.knobs))
-    found = messages(result)
-    assert not result["passed"]
-    assert any(mutation.caught in text for text in found[mutation.by]), found
+def test_broken_copies_are_caught(mutation):
+    caught("fa3", mutation, "h100", seqlen_q=1024)

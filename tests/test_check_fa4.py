@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from mutations import Mutation, messages, mutate, run_check
+from mutations import Mutation, caught, messages, run_check
+
+from fasim.checker.mutations import (
+    At,
+    Change,
+    add_effect,
+    drop,
+    move,
+    redeclare,
+    replace_effect,
+    restage,
+    retarget,
+    retarget_effect,
+    retile,
+    together,
+)
+from fasim.program.effects import Mask, Matmul, Move, Normalise, Probabilities, Rescale, RowMax, Store
+from fasim.program.language import Kernel, Region, Tensor
 
 #: Chip, shape, knobs, and the spread of Q: with 8, maxima grow past the threshold of the conditional rescale.
 CASES = [
@@ -89,78 +108,74 @@ ALONE = (("two_cta", "off"),)
 CAUSAL = (("causal", True),)
 D256 = (("head_dim", 256),)
 
+
+def for_both(change: Callable[[int], Change]) -> Change:
+    """The change of one query tile, made to both."""
+    return together(change(0), change(1))
+
+
+#: The second tile multiplies P with K, of which the wait came after that for V.
+K_FOR_V = together(
+    *(
+        retarget_effect(At("mma", "PV", inside="steps", behind=behind), Matmul, b={"back": 0})
+        for behind in ("wait P1.ready", "wait P1.last")
+    )
+)
+
 MUTATIONS = [
     # --- MMAs and tensor memory
     Mutation(
         "S not waited for",
-        "_fa4_parts.py",
-        '    r.wait_barrier(tile.scores, reason="full", label="wait S", effects=() if c.tmem else scores)\n',
-        "",
+        for_both(lambda tile: drop(At(f"softmax{tile}", "wait S", which="all"))),
         "race",
         "reads S0 that mma 'QK'",
     ),
     Mutation(
         "P released before its part is written",
-        "_fa4_parts.py",
-        "        if part == c.early - 1:\n",
-        "        if part == c.early - 2:\n",
+        for_both(lambda tile: move(At(f"softmax{tile}", f"arrive P{tile}.ready", which="all"), before="exp, P")),
         "race",
         "reads P0 that softmax0 'exp, P' (",
     ),
     Mutation(
         "rest of P not waited for",
-        "fa4.py",
-        '        r.wait_barrier(tile.last, reason="full")\n',
-        "",
+        for_both(lambda tile: drop(At("mma", f"wait P{tile}.last", which="all"))),
         "race",
         "reads P0 that softmax0 'exp, P' (",
     ),
     Mutation(
         "QK before the PV whose P it overwrites",
-        "fa4.py",
-        "                _pv(r, c, tile, v_is_last=tile is tiles[0] or c.grouped)\n",
-        "                _qk(r, c, tile)\n                _pv(r, c, tile, v_is_last=tile is tiles[0] or c.grouped)\n",
+        move(At("mma", "QK", inside="steps", barrier="S1.full"), before="wait P1.ready"),
         "race",
-        "writes as P0, which shares its space",
+        "writes as P1, which shares its space",
         knobs=ALONE,
     ),
     Mutation(
         "S of one tile over S of the other",
-        "_fa4_tile.py",
-        "first + ROWS * index, columns",
-        "first + ROWS // 2 * index, columns",
+        together(redeclare(Region, "S1", first=64), redeclare(Region, "P1", first=64)),
         "race",
         "as S0, which shares its space",
     ),
     Mutation(
         "more columns than there are",
-        "fa4.py",
-        "k.tmem_columns = 512",
-        "k.tmem_columns = 640",
+        redeclare(Kernel, "fa4", tmem_columns=640),
         "structure",
         "640 TMEM columns exceed 512",
     ),
     Mutation(
         "O beyond the columns allocated",
-        "_fa4_tile.py",
-        '("O", 256, c.dv, 1)',
-        '("O", 320, c.dv, 1)',
+        redeclare(Region, "O1", first=448),
         "structure",
         "region 'O1' of tensor memory ends at column 576, the kernel allocates 512",
     ),
     Mutation(
         "O not committed",
-        "fa4.py",
-        "            commit(r, c, tile.output)\n",
-        "",
+        for_both(lambda tile: drop(At("mma", "commit", barrier=f"O{tile}.full"))),
         "structure",
         "waits for 'O0.full', at which nothing arrives",
     ),
     Mutation(
         "V not released",
-        "fa4.py",
-        "                    if tile is tiles[-1]:\n                        commit(r, c, kv_ring.empty)\n",
-        "",
+        drop(At("mma", "commit", inside="steps", behind="PV", barrier="KV.empty")),
         "deadlock",
         "load waits for 'KV.empty[0]' of mma; mma waits for 'KV.full[0]' of load",
         knobs=ALONE,
@@ -168,243 +183,219 @@ MUTATIONS = [
     # --- operands
     Mutation(
         "query tiles swapped",
-        "_fa4_tile.py",
-        'Smem("Q", stage=self.index',
-        'Smem("Q", stage=1 - self.index',
+        for_both(
+            lambda tile: retarget_effect(
+                At("mma", "QK", barrier=f"S{tile}.full", which="all"), Matmul, a={"stage": 1 - tile}
+            )
+        ),
         "race",
         "reads Q[1] that load 'load Q' (",
     ),
     Mutation(
         "K in the place of V",
-        "fa4.py",
-        "back=0 if v_is_last else 1",
-        "back=0",
+        K_FOR_V,
         "data",
         "not the same keys",
         knobs=ALONE,
     ),
     Mutation(
         "K of a pair in the place of V",
-        "fa4.py",
-        "back=0 if v_is_last else 1",
-        "back=0",
+        K_FOR_V,
         "data",
         "Matmul: shapes do not fit",
     ),
     Mutation(
         "one stage of K and V",
-        "fa4.py",
-        "stages = max(3, room // stage)",
-        "stages = 1",
+        restage(1, "KV", "KV.full", "KV.empty", "KV.peer"),
         "deadlock",
         "load waits for 'KV.empty' of mma; mma waits for 'KV.full' of load",
     ),
     Mutation(
         "operands of the other CTA of a pair not waited for",
-        "_fa4_parts.py",
-        '        r.wait_barrier(peers[ring.buffer.name], reason="full")\n',
-        "",
+        together(drop(At("mma", "wait Q.peer", which="all")), drop(At("mma", "wait KV.peer", which="all"))),
         "race",
         "reads Q[0] that load 'load Q' of another CTA (",
     ),
     Mutation(
         "P of a pair announced in its own CTA only",
-        "_fa4_parts.py",
-        "            r.arrive(tile.ready, scope=c.scope)\n        elif",
-        "            r.arrive(tile.ready)\n        elif",
+        for_both(lambda tile: retarget(At(f"softmax{tile}", f"arrive P{tile}.ready", which="all"), scope="cta")),
         "deadlock",
         "mma waits for 'P0.ready'",
     ),
     Mutation(
         "columns of V swapped in a pair",
-        "_fa4_grid.py",
-        "        block, part = divmod(line, parts)\n",
-        "        block, part = divmod(line ^ 1, parts)\n",
+        together(retile("kv swapped", lambda tiles: tiles["kv"] ^ 1), redeclare(Tensor, "V", start="kv swapped")),
         "values",
         "all rows are wrong",
     ),
     # --- softmax
     Mutation(
         "no mask",
-        "_fa4_parts.py",
-        'effects=(Mask("S"),)',
-        "effects=()",
+        for_both(lambda tile: replace_effect(At(f"softmax{tile}", "mask", which="all"), Mask)),
         "data",
         "takes in scores that the mask hides",
         CAUSAL,
     ),
     Mutation(
         "exponentials by a straight line",
-        "_fa4_parts.py",
-        "Exp2(2 * pairs / FRAGMENT)",
-        "Exp2(2 * pairs / FRAGMENT, (1.0, 1.0))",
+        for_both(
+            lambda tile: retarget_effect(
+                At(f"softmax{tile}", "exp, P", which="all"), Probabilities, method={"coefficients": (1.0, 1.0)}
+            )
+        ),
         "values",
         "all rows are a little off",
     ),
     Mutation(
         "scale published before the last one was read",
-        "_fa4_parts.py",
-        '    if c.tmem:\n        r.wait_barrier(tile.read, reason="empty")\n',
-        "",
+        for_both(
+            lambda tile: drop(
+                At(f"softmax{tile}", f"wait scale{tile}.empty", behind=f"arrive P{tile}.last", which="all")
+            )
+        ),
         "race",
         "overwrites scale0 that correction 'vote' (",
     ),
     Mutation(
         "maximum published as the scale",
-        "_fa4_parts.py",
-        '(Move("alpha", tile.scale),)\n',
-        '(Move("m", tile.scale),)\n',
+        for_both(lambda tile: retarget_effect(At(f"softmax{tile}", "scale of O", which="all"), Move, source="m")),
         "scale",
         "applies a correction that starts from another row maximum",
     ),
     Mutation(
         "threshold ignored at the end",
-        "_fa4_parts.py",
-        '(Move("l", tile.scale), Move("m", tile.row_max)) if c.softmax else ()\n            r.',
-        '(RowMax("S"), Move("l", tile.scale), Move("m", tile.row_max)) if c.softmax else ()\n            r.',
+        for_both(lambda tile: add_effect(At(f"softmax{tile}", "publish sum"), RowMax("S"))),
         "scale",
         "divides by a row sum relative to another row maximum",
     ),
     # --- correction and output
     Mutation(
         "no rescale",
-        "_fa4_parts.py",
-        "return tuple(Rescale(tile.o(part)) for part in parts) if c.softmax else ()",
-        "return ()",
+        together(
+            replace_effect(At("correction", "rescale O", inside="rescaled", which="all"), Rescale),
+            replace_effect(At("correction", "vote", inside="kept", which="all"), Rescale),
+        ),
         "scale",
         "a rescale is missing or twice",
         knobs=ALWAYS,
     ),
     Mutation(
         "O announced before it is rescaled",
-        "fa4.py",
-        "                        rescale(r, c, correct)\n                    r.arrive(tile.ready, scope=c.scope)\n",
-        "                        r.arrive(tile.ready, scope=c.scope)\n                        rescale(r, c, correct)\n"
-        "                    else:\n                        r.arrive(tile.ready, scope=c.scope)\n",
+        for_both(lambda tile: move(At("correction", f"arrive P{tile}.ready", inside="rescaled"), before="rescale O")),
         "race",
         "overwrites O0 that correction 'rescale O' (",
         knobs=ALWAYS,
     ),
     Mutation(
         "second tile not corrected",
-        "fa4.py",
-        "zip(tiles, reversed(tiles), strict=True)",
-        "zip(tiles[:1], tiles[1:], strict=True)",
+        together(
+            drop(At("correction", "rescale O", inside="rescaled", which=1)),
+            *(
+                drop(At("correction", label, inside=loop, which=-1))
+                for loop in ("rescaled", "kept")
+                for label in ("wait scale1.full", "vote", "arrive P1.ready", "arrive scale0.empty")
+            ),
+        ),
         "deadlock",
         "mma waits for 'P1.ready'",
     ),
     Mutation(
         "scale of O not waited for",
-        "fa4.py",
-        "                    r.wait_barrier(tile.stats)\n",
-        "",
+        together(
+            *(
+                drop(At("correction", f"wait scale{tile}.full", inside=loop))
+                for loop in ("rescaled", "kept")
+                for tile in (0, 1)
+            )
+        ),
         "race",
         "overwrites O0 that correction 'vote' (",
     ),
     Mutation(
         "no division by the row sum",
-        "_fa4_parts.py",
-        'divide = (Normalise("O"), Store("lse", "O", array="LSE", line=tile.index)) if c.softmax else ()',
-        "divide = ()",
+        together(
+            replace_effect(At("correction", "normalise O", which="all"), Normalise),
+            replace_effect(At("correction", "normalise O", which="all"), Store),
+        ),
         "scale",
         "were not divided by their row sum",
     ),
     Mutation(
         "O given back before it was read",
-        "fa4.py",
-        '            store_output(r, c, tile)\n            r.arrive(tile.ready, scope=c.scope, label="O free")\n',
-        '            r.arrive(tile.ready, scope=c.scope, label="O free")\n            store_output(r, c, tile)\n',
+        for_both(
+            lambda tile: move(
+                At("correction", "O free", inside="tiles", barrier=f"P{tile}.ready"), before=f"wait O{tile}.stored"
+            )
+        ),
         "race",
         "overwrites O0 that correction 'normalise O' (",
     ),
     Mutation(
         "staged over an O that is being stored",
-        "_fa4_parts.py",
-        '    r.wait_barrier(tile.stored, reason="empty", ahead=1)\n',
-        "",
+        for_both(lambda tile: drop(At("correction", f"wait O{tile}.stored"))),
         "race",
         "no wait until the store has read it",
     ),
     Mutation(
         "first O waits for a store",
-        "_fa4_parts.py",
-        '    r.wait_barrier(tile.stored, reason="empty", ahead=1)\n',
-        '    r.wait_barrier(tile.stored, reason="empty")\n',
+        for_both(lambda tile: retarget(At("correction", f"wait O{tile}.stored"), use={"ahead": 0})),
         "deadlock",
         "correction waits for 'O0.stored'",
     ),
     Mutation(
         "store of O not waited for",
-        "fa4.py",
-        '            r.wait_copies("store", "wait O store")\n',
-        "",
+        drop(At("epilogue", "wait O store")),
         "race",
         "no wait until the store has read it",
     ),
     # --- head dim 256
     Mutation(
         "O rescaled under PV",
-        "_fa4_d256.py",
-        '                r.wait_barrier(tile.output, reason="full", label="wait PV")\n',
-        "",
+        drop(At("correction", "wait PV")),
         "race",
         "overwrites O that mma 'PV' (",
         D256,
     ),
     Mutation(
         "one S for QK a block ahead",
-        "_fa4_d256.py",
-        "query_tile(k, c, stages=2)",
-        "query_tile(k, c)",
+        restage(1, "S", "P", "S.full", "P.ready"),
         "race",
         "overwrites S that softmax 'load S' (",
         D256,
     ),
     Mutation(
         "the same half of Q twice",
-        "_fa4_d256.py",
-        "tile.q(half)",
-        "tile.q(HALVES[0])",
+        retarget_effect(At("mma", "QK", barrier="S.full", which="all"), Matmul, a={"columns": (0.5, 1.0)}),
         "values",
         "all rows are wrong",
         D256,
     ),
-]
-
-HOPPER = [
+    # --- Hopper
     Mutation(
         "no rescale on Hopper",
-        "_fa4_hopper.py",
-        "rescale=not c.rescale_early, between=wait_pv)",
-        "rescale=False, between=wait_pv)",
+        replace_effect(At("consumer", "scale S and O, exp", behind="release V"), Rescale),
         "scale",
         "a rescale is missing or twice",
+        arch="h100",
     ),
     Mutation(
         "P packed while PV reads it",
-        "_fa4_hopper.py",
-        '        r.wait_mma(0, "wait PV")\n        r.release(v_ring)\n\n    exp_to_p',
-        "        r.release(v_ring)\n\n    exp_to_p",
+        drop(At("consumer", "wait PV", behind="release K")),
         "race",
         "overwrites register P that consumer0 'PV' (",
+        arch="h100",
     ),
     Mutation(
         "O over a Q that the other warpgroup still reads",
-        "_fa4_hopper.py",
-        '    r.sync(staged, label="Q read")  # O takes its place\n',
-        "",
+        drop(At("consumer", "Q read", which="all")),
         "race",
         "overwrites O that consumer0 'QK' (",
         (("head_dim", 192), ("head_dim_v", 128)),  # rows of Q are longer than those of O
+        arch="h100",
     ),
 ]
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *HOPPER], ids=lambda m: m.name)
-def test_broken_copies_are_caught(tmp_path, mutation):
-    broken = mutate(tmp_path, "fa4", mutation)
-    arch = "h100" if mutation in HOPPER else "b200"
-    result = run_check(broken, arch, dict(mutation.problem), dict(mutation.knobs))
-    found = messages(result)
-    assert not result["passed"]
-    assert any(mutation.caught in text for text in found.get(mutation.by, ())), found
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_broken_copies_are_caught(mutation):
+    caught("fa4", mutation, "b200")

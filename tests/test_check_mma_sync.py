@@ -5,80 +5,70 @@ from __future__ import annotations
 import pytest
 from mutations import Mutation, caught, right, run_check
 
+from fasim.checker.mutations import At, add_effect, drop, move, redeclare, replace_effect, retile, together
+from fasim.program.effects import Mask, Move, Normalise, Rescale, RowMax
+from fasim.program.language import Tensor
+
 #: Broken copies of FlashAttention-2.
 FA2 = [
     Mutation(
         "K not waited for",
-        "fa2.py",
-        '    w.wait_copies("load", "wait K")\n',
-        "",
+        drop(At("warps", "wait K", which="all")),
         "race",
         "reads K that warps 'load K' (",
     ),
     Mutation(
         "no __syncthreads after the wait for K",
-        "fa2.py",
-        '    w.wait_copies("load", "wait K")\n    _syncthreads(w, cfg, arch)\n',
-        '    w.wait_copies("load", "wait K")\n',
+        drop(At("warps", "syncthreads", behind="wait K", which="all")),
         "race",
         "no barrier of the warps between",
     ),
     Mutation(
         "V loaded while the last PV reads it",
-        "fa2.py",
-        "    _syncthreads(w, cfg, arch)\n    _load(w, cfg, values)\n",
-        "    _load(w, cfg, values)\n    _syncthreads(w, cfg, arch)\n",
+        move(At("warps", "syncthreads", behind="wait K", which="all"), after="load V"),
         "race",
         "overwrites V that warps 'PV' (",
     ),
     Mutation(
         "next K loaded before all warps have done QK",
-        "fa2.py",
-        '    w.wait_copies("load", "wait V")\n    _syncthreads(w, cfg, arch)\n    if keys is not None:\n'
-        "        _load(w, cfg, keys)\n",
-        '    w.wait_copies("load", "wait V")\n    if keys is not None:\n        _load(w, cfg, keys)\n'
-        "    _syncthreads(w, cfg, arch)\n",
+        together(
+            move(At("warps", "syncthreads", inside="masked", behind="wait V"), after="load K"),
+            move(At("warps", "syncthreads", inside="full", behind="wait V"), after="load K"),
+        ),
         "race",
         "overwrites K that warps 'QK' (",
     ),
     Mutation(
         "O read by other warps before it is complete",
-        "fa2.py",
-        "    _syncthreads(w, cfg, arch)\n    rows =",
-        "    rows =",
+        drop(At("warps", "syncthreads", behind="O to SMEM")),
         "race",
         "reads O that warps 'O to SMEM' (",
     ),
     Mutation(
         "V of the block after",
-        "fa2.py",
-        '2 * n * limit, "kv", -1, block)\n    out',
-        '2 * n * limit, "kv", 0, block)\n    out',
+        redeclare(Tensor, "V", step=0),
         "data",
         "not the same keys",
     ),
     Mutation(
         "no mask on the ragged end",
-        "fa2.py",
-        "    last_masked = (masked >= trips).astype(np.int64)\n",
-        "    masked = masked * problem.causal\n    last_masked = (masked >= trips).astype(np.int64)\n",
+        together(
+            retile("full", lambda tiles: tiles["full"] + tiles["masked"]),
+            retile("masked", lambda tiles: 0 * tiles["masked"]),
+        ),
         "data",
         "takes in scores that the mask hides",
         (("seqlen_q", 300),),
     ),
     Mutation(
         "no rescale",
-        "fa2.py",
-        'effects=(Rescale("O"),)',
-        "effects=()",
+        replace_effect(At("warps", "rescale O", which="all"), Rescale),
         "scale",
         "a rescale is missing or twice",
     ),
     Mutation(
         "maximum updated before the correction is taken",
-        "fa2.py",
-        'effects=(RowMax("S"),)',
-        'effects=(RowMax("S", "m", "unused"), RowMax("S"))',
+        add_effect(At("warps", "scale", which="all"), RowMax("S", "m", "unused")),
         "scale",
         "applies a correction that starts from another row maximum",
     ),
@@ -102,74 +92,58 @@ def test_fa2_is_right_within_rounding(arch, shape, knobs):
 
 
 @pytest.mark.parametrize("mutation", FA2, ids=lambda m: m.name)
-def test_broken_copies_of_fa2_are_caught(tmp_path, mutation):
-    caught("fa2", mutation, "a100", tmp_path)
+def test_broken_copies_of_fa2_are_caught(mutation):
+    caught("fa2", mutation, "a100", heads_q=1)
 
 
 #: Broken copies of FlashAttention-1.
 FA1 = [
     Mutation(
         "V lands where other warps still read parts of O",
-        "fa1.py",
-        "    if not first:\n        _syncthreads(w, arch)  # the last step's parts of O have been read\n",
-        "",
+        drop(At("warps", "syncthreads", behind="wait Q, K and V", which="all")),
         "race",
         "overwrites KV that warps 'sum O' (",
     ),
     Mutation(
         "row maxima read before all warps have written theirs",
-        "fa1.py",
-        "effects=row_max)\n    _syncthreads(w, arch)\n",
-        "effects=row_max)\n",
+        drop(At("warps", "syncthreads", behind="row max", which="all")),
         "race",
         "reads parts that warps 'row max' (",
     ),
     Mutation(
         "next Q stored after the last barrier",
-        "fa1.py",
-        'effects=(Store("O"), Store("lse", array="LSE")))\n',
-        'effects=(Store("O"), Store("lse", array="LSE")))\n    if more:\n        _q_to_smem(w, cfg, first)\n',
+        move(At("warps", "Q to SMEM", inside="steps", which="all"), after="store O"),
         "race",
         "reads Q[1] that warps 'Q to SMEM' (",
     ),
     Mutation(
         "O of earlier blocks not corrected",
-        "fa1.py",
-        '(ResumeOutput("O", "old lse"), Rescale("O"))',
-        '(ResumeOutput("O", "old lse"),)',
+        replace_effect(At("warps", "sum O", inside="K/V blocks", which="all"), Rescale),
         "scale",
         "a rescale is missing or twice",
         spread=8,  # their log-sum-exp counts as a maximum, which few scores exceed otherwise
     ),
     Mutation(
         "O of earlier blocks not waited for",
-        "fa1.py",
-        '        w.wait_copies("load", "wait O")\n',
-        "        pass\n",
+        drop(At("warps", "wait O", which="all")),
         "race",
         "no wait for the copy to land",
     ),
     Mutation(
         "O of earlier blocks not read",
-        "fa1.py",
-        '    if not first:\n        w.copy("load O"',
-        '    if False:\n        w.copy("load O"',
+        drop(At("warps", "load O", which="all")),
         "output",
         "writes rows of O partial again a second time",
     ),
     Mutation(
         "no division at the end",
-        "fa1.py",
-        ', Normalise("O"))',
-        ', Move("m", "lse"))',
+        replace_effect(At("warps", "sum O", which="all"), Normalise, Move("m", "lse")),
         "scale",
         "were not divided by their row sum",
     ),
     Mutation(
         "no mask below the diagonal",
-        "fa1.py",
-        'effects=(Mask("S"),)',
-        "effects=()",
+        replace_effect(At("warps", "mask", which="all"), Mask),
         "data",
         "takes in scores that the mask hides",
         (("causal", True),),
@@ -191,5 +165,5 @@ def test_fa1_is_right_within_rounding(arch, shape, knobs):
 
 
 @pytest.mark.parametrize("mutation", FA1, ids=lambda m: m.name)
-def test_broken_copies_of_fa1_are_caught(tmp_path, mutation):
-    caught("fa1", mutation, "a100", tmp_path)
+def test_broken_copies_of_fa1_are_caught(mutation):
+    caught("fa1", mutation, "a100", heads_q=1)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 from mutations import Mutation, caught, right, run_check
 
+from fasim.checker.mutations import At, drop, move, redeclare, replace_effect, restage, retarget, together
+from fasim.program.effects import Mask, Normalise
+from fasim.program.language import Buffer, Kernel, Region, Tensor
+
 SHAPES = [
     ("a100", {"causal": True}, {}),
     ("a100", {"seqlen_q": 577, "seqlen_k": 333, "causal": True, "heads_q": 1}, {"stages": "2"}),
@@ -31,27 +35,21 @@ def test_triton_is_right_within_rounding(arch, shape, knobs):
 TRITON = [
     Mutation(
         "too few buffers for the depth of the pipeline",
-        "triton.py",
-        'buffers = cfg.stages - (cfg.arch.architecture == "ampere")',
-        "buffers = cfg.stages - 1",
+        restage(2, "K", "K.full", "V", "V.full"),
         "race",
         "overwrites V[0] that program 'PV' (",
         arch="h100",
     ),
     Mutation(
         "no barrier before the next copies",
-        "triton.py",
-        "                    if ahead:\n                        barrier(c, cfg)\n",
-        "                    if ahead:\n",
+        drop(At("program", "barrier", inside="tiles", behind="row sum", which="all")),
         "race",
         "no barrier of the warps between",
         arch="a100",
     ),
     Mutation(
         "no barrier between the loops",
-        "triton.py",
-        "            barrier(c, cfg)  # all are done",
-        "            pass  # all are done",
+        drop(At("program", "barrier", behind="wait PV", which="all")),
         "race",
         "no barrier of the warps between",
         problem=(("causal", True),),
@@ -59,18 +57,14 @@ TRITON = [
     ),
     Mutation(
         "QK not waited for",
-        "triton.py",
-        '    c.wait_mma(0, "wait QK")\n',
-        "",
+        drop(At("program", "wait QK", which="all")),
         "race",
         "an MMA in flight, no wait for it",
         arch="h100",
     ),
     Mutation(
         "K released before QK is done",
-        "triton.py",
-        "                _qk(c, cfg)\n                c.release(k_ring)\n",
-        "                c.release(k_ring)\n                _qk(c, cfg)\n",
+        move(At("program", "release K", which="all"), before="QK"),
         "race",
         "overwrites K[",
         knobs=(("warp_specialize", "on"),),
@@ -78,9 +72,7 @@ TRITON = [
     ),
     Mutation(
         "no sum of the rows",
-        "triton.py",
-        "                _row_sum(c, cfg)\n                c.wait_mma",
-        "                c.wait_mma",
+        drop(At("program", "row sum", which="all")),
         "data",
         "register l: reads what nobody has written",
         knobs=(("warp_specialize", "on"),),
@@ -88,72 +80,56 @@ TRITON = [
     ),
     Mutation(
         "one S for two QK in flight",
-        "_triton_blackwell.py",
-        "    _tmem(k, cfg, 2)\n",
-        "    _tmem(k, cfg, 1)\n",
+        redeclare(Region, "S", stages=1),
         "race",
         "overwrites S that softmax 'load S' (",
         arch="b200",
     ),
     Mutation(
         "P on top of S",
-        "_triton_blackwell.py",
-        'k.region("P", s.stages * s.columns, ',
-        'k.region("P", 0, ',
+        redeclare(Region, "P", first=0),
         "race",
         "which shares its space",
         arch="b200",
     ),
     Mutation(
         "P overwritten while PV reads it",
-        "_triton_blackwell.py",
-        '            s.wait_barrier(pv_done, reason="empty", ahead=1, label="wait P free")\n',
-        "",
+        drop(At("softmax", "wait P free", which="all")),
         "race",
         "overwrites P that mma 'PV' (",
         arch="b200",
     ),
     Mutation(
         "P announced before it is there",
-        "_triton_blackwell.py",
-        "            _p_to_tmem(s, cfg)\n            s.arrive(p_full)\n",
-        "            s.arrive(p_full)\n            _p_to_tmem(s, cfg)\n",
+        move(At("softmax", "arrive P.full", which="all"), before="store P"),
         "race",
         "P that softmax 'store P' (",
         arch="b200",
     ),
     Mutation(
         "wrong phase of the wait for PV",
-        "_triton_blackwell.py",
-        '            c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")\n            _rescale',
-        '            c.wait_barrier(pv_done, reason="dependency", ahead=2, label="wait PV")\n            _rescale',
+        retarget(At("correction", "wait PV", which="all"), use={"ahead": 2}),
         "race",
         "overwrites O that mma 'PV' (",
         arch="b200",
     ),
     Mutation(
         "phase that never comes",
-        "_triton_blackwell.py",
-        't.wait_barrier(s_free, reason="empty", ahead=2)',
-        't.wait_barrier(s_free, reason="empty", ahead=0)',
+        retarget(At("mma", "wait S.free", which="all"), use={"ahead": 0}),
         "deadlock",
         "mma waits for 'S.free' of softmax",
         arch="b200",
     ),
     Mutation(
         "one alpha for two blocks",
-        "_triton_blackwell.py",
-        'k.smem("alpha", 4 * cfg.m, 2)',
-        'k.smem("alpha", 4 * cfg.m)',
+        redeclare(Buffer, "alpha", stages=1),
         "race",
         "overwrites alpha that correction 'scale' (",
         arch="b200",
     ),
     Mutation(
         "no barrier before PV is issued",
-        "_triton_blackwell.py",
-        '                    barrier(c, cfg)\n                    _tcgen05(c, cfg, "PV"',
-        '                    _tcgen05(c, cfg, "PV"',
+        drop(At("program", "barrier", behind="rescale O", which="all")),
         "race",
         "reads P that program 'store P' (",
         knobs=(("warp_specialize", "off"),),
@@ -161,9 +137,7 @@ TRITON = [
     ),
     Mutation(
         "three S in tensor memory",
-        "_triton_blackwell.py",
-        "    _tmem(k, cfg, 2)\n",
-        "    _tmem(k, cfg, 3)\n",
+        together(redeclare(Region, "S", stages=3), redeclare(Kernel, "triton", tmem_columns=1024)),
         "structure",
         "1024 TMEM columns exceed 512",
         arch="b200",
@@ -172,42 +146,37 @@ TRITON = [
 
 
 @pytest.mark.parametrize("mutation", TRITON, ids=lambda m: m.name)
-def test_broken_copies_of_triton_are_caught(tmp_path, mutation):
-    caught("triton", mutation, mutation.arch, tmp_path)
+def test_broken_copies_of_triton_are_caught(mutation):
+    caught("triton", mutation, mutation.arch, heads_q=1)
 
 
 #: Broken copies of standard attention.
 NAIVE = [
     Mutation(
         "stage released while its MMAs run",
-        "_naive_gemm.py",
-        "        role.wait_mma(1)\n",
-        "        role.wait_mma(2)\n",
+        together(
+            retarget(At("consumer", "wait MMA", kernel="QK", behind="QK"), pending=2),
+            retarget(At("consumer", "wait MMA", kernel="PV", behind="PV"), pending=2),
+        ),
         "race",
         "the completion of the MMA was not waited for",
     ),
     Mutation(
         "C overwritten while it is stored",
-        "_naive_gemm.py",
-        '            w.sync(barrier, label="last C stored")\n',
-        "",
+        drop(At("consumer", "last C stored", which="all")),
         "race",
         "no wait until the store has read it",
         (("seqlen_q", 1024),),
     ),
     Mutation(
         "C stored before both halves are there",
-        "_naive_gemm.py",
-        '            w.sync(barrier, label="C complete")\n',
-        "",
+        drop(At("consumer", "C complete", which="all")),
         "race",
         "reads C that consumer0 'C to SMEM' (",
     ),
     Mutation(
         "accumulator free before it has been read",
-        "_naive_gemm.py",
-        '        nbytes, load = 4 * TILE_M * g.tile_n, (Move(Tmem("C",',
-        '        w.arrive(empty)\n        nbytes, load = 4 * TILE_M * g.tile_n, (Move(Tmem("C",',
+        move(At("epilogue", "arrive accumulator.empty", which="all"), before="load C"),
         "race",
         "overwrites C[0] that epilogue 'load C' (",
         (("seqlen_q", 1024),),
@@ -215,26 +184,20 @@ NAIVE = [
     ),
     Mutation(
         "nothing masked",
-        "naive.py",
-        'effects=(Mask("x"),)',
-        "effects=()",
+        replace_effect(At("warps", "mask"), Mask),
         "data",
         "takes in scores that the mask hides",
         (("causal", True),),
     ),
     Mutation(
         "P not divided",
-        "_naive_rows.py",
-        '(Normalise("S"),)',
-        "()",
+        replace_effect(At("warps", "normalise"), Normalise),
         "scale",
         "were not divided by their row sum",
     ),
     Mutation(
         "V of the first keys only",
-        "_naive_gemm.py",
-        'b = k.tensor(g.b, b_lines, b_bytes // g.cluster, "b", g.cluster,',
-        'b = k.tensor(g.b, b_lines, b_bytes // g.cluster, "b", g.cluster if g.c_lines else 0,',
+        redeclare(Tensor, "V", step=0),
         "data",
         "not the same keys",
     ),
@@ -263,5 +226,5 @@ def test_scores_in_memory_cost_accuracy():
 
 
 @pytest.mark.parametrize("mutation", NAIVE, ids=lambda m: m.name)
-def test_broken_copies_of_naive_are_caught(tmp_path, mutation):
-    caught("naive", mutation, "h100", tmp_path)
+def test_broken_copies_of_naive_are_caught(mutation):
+    caught("naive", mutation, "h100", heads_q=1)
