@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from fasim.problem import Problem
-from fasim.program.effects import Layout, Region, row_blocks
+from fasim.kernels.blocks import BlockInfo
+from fasim.program.effects import Layout, Region
 from fasim.program.language import Kernel
 
 ROWS = 16  # query rows of one step
@@ -50,16 +50,11 @@ def grid(k: Kernel, splits: int, steps: int, blocks: int, keys: int) -> None:
     if not problem.causal:
         loop("steps", up_to(steps), up_to(steps) > 0)
         return
-    for j in range(blocks):
-        begin, end = min(j * keys // ROWS, steps), min((j + 1) * keys // ROWS, steps)
+    cut = BlockInfo(problem, ROWS, keys)
+    for j, (begin, _, end) in enumerate(zip(*cut.q_blocks(np.arange(blocks)), strict=True)):
         diagonal, below = up_to(end) - up_to(begin), up_to(steps) - up_to(end)
         loop(f"diagonal {j}", diagonal, (diagonal > 0) & (below == 0))
         loop(f"below {j}", below, below > 0)
-
-
-def kv_layout(problem: Problem, keys: int) -> Layout:
-    """Lines of K and V: blocks of a head."""
-    return row_blocks(problem.batch * problem.heads_kv, problem.seqlen_k, keys, problem.head_dim)
 
 
 def row_layouts(k: Kernel, splits: int, steps: int, blocks: int) -> dict[str, Layout]:
@@ -69,8 +64,10 @@ def row_layouts(k: Kernel, splits: int, steps: int, blocks: int) -> dict[str, La
     step_of = np.concatenate([np.arange(split, steps, splits) for split in range(splits)])
 
     def region(line: int, tile: int) -> Region:
+        if line < 0:
+            return Region(np.full(ROWS, -1, np.int64))
         row = step_of[line % steps] * ROWS + np.arange(ROWS, dtype=np.int64)
-        return Region(np.where((row < length) & (line >= 0), line // steps * length + row, -1))
+        return Region(problem.sequences.q_rows(line // steps, row))
 
     def trips(name: str, tile: int) -> int:
         return int(k.tiles[name][tile] + k.tiles[f"{name} end"][tile])

@@ -10,14 +10,16 @@ at 0251105a.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
+from fasim.kernels.blocks import BlockInfo, WorkTiles
+from fasim.kernels.grid import in_order, kv_heads_in_l2, kv_lines, longest_first, q_lines
+from fasim.kernels.layouts import query_rows
 from fasim.problem import Problem
+from fasim.problem.masks import IntArray
 from fasim.program.effects import AddSplit, Fetch, Layout, Load, Region, Round, SplitWeights, Store
 from fasim.program.language import Kernel
 from fasim.program.ops import BarrierUse, Copy, Wait
@@ -71,29 +73,7 @@ def tile(problem: Problem, first_release: bool) -> tuple[int, int, bool, int]:
     return row
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How query rows and keys are cut into tiles."""
-
-    m: int
-    n: int
-    group: int  # query heads in the rows of a tile, 1 when not packed
-    splits: int
-
-    def rows(self, problem: Problem) -> int:
-        """Query rows of one head, or of all heads of a group."""
-        return problem.seqlen_q * self.group
-
-    def pairs(self, problem: Problem) -> int:
-        """(batch, head) pairs, heads of a group counted once."""
-        return problem.batch * problem.heads_q // self.group
-
-    def m_blocks(self, problem: Problem) -> int:
-        """Query tiles of a pair."""
-        return -(-self.rows(problem) // self.m)
-
-
-def plan(problem: Problem, arch: Arch, m: int, n: int, splits: int) -> Plan:
+def block_info(problem: Problem, arch: Arch, m: int, n: int, splits: int) -> BlockInfo:
     """Resolve ``splits`` (0: the heuristic) and whether the heads of a group share tiles.
 
     They do with splits, or where the rows of single heads fill less than 0.9 as much of their tiles.
@@ -105,7 +85,7 @@ def plan(problem: Problem, arch: Arch, m: int, n: int, splits: int) -> Plan:
         return rows / (-(-rows // m) * m)
 
     packed = splits > 1 or filled(problem.seqlen_q) < 0.9 * filled(problem.seqlen_q * problem.group)
-    return Plan(m, n, problem.group if packed else 1, splits)
+    return BlockInfo(problem, m, n, packed, splits)
 
 
 def choose_splits(problem: Problem, arch: Arch, m: int, n: int) -> int:
@@ -131,105 +111,31 @@ def choose_splits(problem: Problem, arch: Arch, m: int, n: int) -> int:
     return int(np.argmax(efficiency >= 0.85 * efficiency.max())) + 1
 
 
-IntArray = npt.NDArray[np.int64]
+def grid(k: Kernel, cut: BlockInfo, persistent: bool, first_release: bool) -> WorkTiles | None:
+    """Work tiles in the scheduler's order, and their KV blocks, last to first.
 
-
-def query_layout(problem: Problem, cut: Plan, pair: IntArray, block: IntArray, columns: int) -> Layout:
-    """Lines of Q or O: query tile ``block[line]`` of the heads ``pair[line]``."""
-    rows = np.arange(cut.m, dtype=np.int64)
-
-    def region(line: int, tile: int) -> Region:
-        return Region(_query_rows(problem, cut, int(pair[line]), int(block[line]) * cut.m + rows))
-
-    return Layout(problem.batch * problem.heads_q * problem.seqlen_q, columns, region)
-
-
-def _query_rows(problem: Problem, cut: Plan, pair: int | IntArray, row: IntArray) -> IntArray:
-    """(batch, head, token) numbers of rows of the heads ``pair``: where heads share tiles, their rows alternate."""
-    head, token = pair * cut.group + row % cut.group, row // cut.group
-    return np.where(row < cut.rows(problem), head * problem.seqlen_q + token, -1)
-
-
-def partial_layout(problem: Problem, cut: Plan) -> Layout:
-    """Lines of the splits' outputs: (pair, query tile, split), the rows of a split together."""
-    m_blocks, length = cut.m_blocks(problem), cut.rows(problem)
-    total = cut.pairs(problem) * length
-
-    def region(line: int, tile: int) -> Region:
-        (pair, block), split = divmod(line // cut.splits, m_blocks), line % cut.splits
-        row = block * cut.m + np.arange(cut.m, dtype=np.int64)
-        return Region(np.where(row < length, split * total + pair * length + row, -1))
-
-    return Layout(cut.splits * total, problem.head_dim_v, region)
-
-
-def grid(k: Kernel, cut: Plan, persistent: bool, first_release: bool) -> tuple[IntArray, IntArray]:
-    """Work tiles: (m block, head, batch) in the scheduler's order, and their KV blocks, last to first.
-
-    Returns the heads (pair) and the m block of each line of Q.
-
-    The first block of a tile is peeled and always masked, so ``masked`` and ``full`` count the others.
+    The first block of a tile is peeled and always masked, so ``masked`` and ``full`` count the others. Returns the
+    tiles by which lines of Q and O are numbered, None where that is their order in the tensor.
     """
-    problem = k.problem
-    m_blocks, pairs = cut.m_blocks(problem), cut.pairs(problem)
-    if cut.splits > 1:
-        pair, split, block = (a.ravel() for a in np.mgrid[0:pairs, 0 : cut.splits, 0:m_blocks])
-    elif not problem.causal or first_release:
-        k.mode = "single" if not persistent else "dynamic" if problem.causal else "static"
-        pair, block = (a.ravel() for a in np.mgrid[0:pairs, 0:m_blocks])
-        split = np.zeros_like(pair)
+    problem, split = k.problem, cut.num_splits > 1
+    if split or not problem.causal or first_release:
+        tiles = in_order(cut)
     else:
-        k.mode = "dynamic" if persistent else "single"
-        pair, block = _longest_first(problem, pairs, m_blocks).T
-        split = np.zeros_like(pair)
-    total, masked = np.array([_kv_blocks(problem, cut, b) for b in range(m_blocks)], dtype=np.int64).T
-    masked = np.minimum(masked + (first_release and problem.causal), total)
-    share = -(-total // cut.splits)[block]
-    start = split * share
-    stop = np.minimum(start + share, total[block])
-    kept = start < stop  # the last splits of a short tile are empty
-    pair, split, block, start, stop = (a[kept] for a in (pair, split, block, start, stop))
-    more_masked = np.clip(stop - np.maximum(start, (total - masked)[block]) - 1, 0, stop - start - 1)
-    blocks = problem.kv_tiles(cut.n)
-    heads = problem.heads_q // cut.group
-    kv_head = pair // heads * problem.heads_kv + pair % heads // (problem.group // cut.group)
-    rank = np.arange(len(pair)) % k.cluster
+        # FlashAttention-3 does not multiply by the group where its heads are packed
+        tiles = longest_first(cut, kv_heads_in_l2(problem, L2_SECTION_BYTES) * problem.group)
+    if persistent:
+        k.mode = "dynamic" if problem.causal else "static"
+    blocks = cut.kv_blocks(tiles, more_masked=int(first_release and problem.causal))
     k.tiles = {
-        "masked": more_masked,
-        "full": stop - start - 1 - more_masked,
-        "q": pair * m_blocks + block if cut.splits > 1 else np.arange(len(pair), dtype=np.int64),
-        "kv": (kv_head * blocks + stop - 1) * k.cluster + rank,
-        "partial": (pair * m_blocks + block) * cut.splits + split,
+        **blocks.after_first().columns(),
+        "q": cut.q_line(tiles) if split else q_lines(tiles),
+        "kv": kv_lines(cut, tiles, blocks.last, k.cluster),
+        "partial": cut.partial_line(tiles),
     }
-    if cut.splits > 1:
-        lines = np.arange(pairs * m_blocks, dtype=np.int64)
-        return lines // m_blocks, lines % m_blocks
-    return pair, block
+    return None if split else tiles
 
 
-def _kv_blocks(problem: Problem, cut: Plan, block: int) -> tuple[int, int]:
-    """KV blocks of a query tile (at least one) and how many of them, the last ones, need a mask."""
-    first = block * cut.m // cut.group
-    last = -(-(block + 1) * cut.m // cut.group)
-    total = max(1, -(-problem.kv_range(first, last) // cut.n))
-    end = first + problem.seqlen_k - problem.seqlen_q if problem.causal else problem.seqlen_k
-    return total, total - min(max(end // cut.n, 0), total)
-
-
-def _longest_first(problem: Problem, pairs: int, m_blocks: int) -> npt.NDArray[np.int64]:
-    """(pair, block) rows: inside an L2 section block descending, pair fastest."""
-    per_head = problem.seqlen_k * problem.element_bytes * (problem.head_dim + problem.head_dim_v)
-    section = 2 ** int(np.log2(max(1.0, L2_SECTION_BYTES / per_head))) * problem.group
-    order = [
-        (h, b)
-        for start in range(0, pairs, section)
-        for b in range(m_blocks - 1, -1, -1)
-        for h in range(start, min(start + section, pairs))
-    ]
-    return np.array(order, dtype=np.int64)
-
-
-def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
+def combine(problem: Problem, arch: Arch, cut: BlockInfo) -> Kernel:
     """The second launch: scales and adds the splits' partial outputs, 8 to 32 rows a CTA.
 
     ``cp.async`` loads four splits ahead; the log-sum-exps come first. The partial outputs are in L2 where they fit.
@@ -237,11 +143,10 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
     dv = problem.head_dim_v
     rows = 8 if dv % 128 == 0 else 16 if dv % 64 == 0 else 32
     k = Kernel("fa3_combine", problem, arch, {})
-    total = cut.pairs(problem) * cut.rows(problem)
+    total = cut.pairs * cut.rows
     first = np.arange(0, total, rows, dtype=np.int64)
-    pair, row = first // cut.rows(problem), first % cut.rows(problem)
-    m_blocks = cut.m_blocks(problem)
-    k.tiles = {"out": np.arange(len(first), dtype=np.int64), "partial": (pair * m_blocks + row // cut.m) * cut.splits}
+    tiles = WorkTiles(first // cut.rows, first % cut.rows // cut.tile_m, np.zeros_like(first))
+    k.tiles = {"out": np.arange(len(first), dtype=np.int64), "partial": cut.partial_line(tiles)}
 
     def rows_of(tile: int) -> IntArray:
         row = int(first[tile]) + np.arange(rows, dtype=np.int64)
@@ -249,21 +154,20 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
 
     def parts(line: int, tile: int) -> Region:
         row = rows_of(tile)
-        return Region(np.where(row >= 0, line % cut.splits * total + row, -1))
+        return Region(np.where(row >= 0, line % cut.num_splits * total + row, -1))
 
     def outputs(line: int, tile: int) -> Region:
         row = rows_of(tile)
-        of_pair = _query_rows(problem, cut, row // cut.rows(problem), row % cut.rows(problem))
-        return Region(np.where(row >= 0, of_pair, -1))
+        return Region(np.where(row >= 0, query_rows(cut, row // cut.rows, row % cut.rows), -1))
 
-    layouts = Layout(cut.splits * total, dv, parts), Layout(total, dv, outputs)
-    lines = cut.pairs(problem) * m_blocks * cut.splits
+    layouts = Layout(cut.num_splits * total, dv, parts), Layout(total, dv, outputs)
+    lines = cut.pairs * cut.m_blocks * cut.num_splits
     partial = k.tensor("O.partial", lines, 4 * rows * dv, "partial", 1, layouts[0])
     out = k.tensor("O", len(first), 2 * rows * dv, "out", layout=layouts[1])
     k.smem("partial", partial.line_bytes, COMBINE_STAGES)
     full = k.barrier("partial.full", 1, COMBINE_STAGES)
     values = rows * dv / (32 * COMBINE_WARPS)
-    ahead = min(COMBINE_STAGES - 1, cut.splits)
+    ahead = min(COMBINE_STAGES - 1, cut.num_splits)
 
     use = BarrierUse(full.name, full.stages)
 
@@ -273,10 +177,14 @@ def combine(problem: Problem, arch: Arch, cut: Plan) -> Kernel:
         with c.loop(ahead, "prefetch"):
             c.record(load)
         c.delay("load LSE", arch.l2.latency_cycles, "memory")
-        weights = Fetch("lses", partial.name, cut.splits, "LSE.partial"), SplitWeights(), Store("lse", "O", array="LSE")
+        weights = (
+            Fetch("lses", partial.name, cut.num_splits, "LSE.partial"),
+            SplitWeights(),
+            Store("lse", "O", array="LSE"),
+        )
         mix = {"fmnmx": 4, "ffma": 4, "ex2": 4, "shfl": 8}
         c.vector("scales", mix, latency={"shfl": 8, "ex2": 2}, effects=weights)
-        for trips, more in ((cut.splits - ahead, True), (ahead, False)):
+        for trips, more in ((cut.num_splits - ahead, True), (ahead, False)):
             with c.loop(trips, "splits"):
                 c.record(Wait("wait partial", use, "memory", named=True))
                 mix = {"lds": values / 4 + 1, "ffma": values}

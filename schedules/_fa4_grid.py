@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fasim.problem import Problem
-from fasim.program.effects import Layout, Region
+from fasim.kernels.blocks import BlockInfo
+from fasim.kernels.grid import cluster_rank, for_each_cta, in_order, kv_heads_in_l2, kv_lines, longest_first, q_lines
+from fasim.kernels.layouts import key_layout, query_layout, value_layout
+from fasim.program.effects import Layout
 from fasim.program.language import GridMode, Kernel
-
-IntArray = npt.NDArray[np.int64]
 
 Order = Literal["static", "lpt", "clc", "single"]
 
@@ -42,98 +42,31 @@ def grid(k: Kernel, rows: int, n: int, order: Order, packed: bool, tiles_per_cta
     ``halves`` of K and V a block).
     """
     problem, ctas = k.problem, k.cluster
-    group = problem.group if packed else 1
-    m_blocks = -(-problem.seqlen_q * group // rows)
-    heads = problem.batch * problem.heads_q // group
+    cut = BlockInfo(problem, rows, n, packed)
     k.mode = MODES[order]
-    if order in ("lpt", "clc"):
-        per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
-        section = 2 ** int(math.log2(max(1.0, L2_SECTION_BYTES / per_head))) * (problem.group // group)
-        section = heads if order == "clc" else section
-        pairs = [
-            (h, b)
-            for first in range(0, heads, section)
-            for b in range(m_blocks - 1, -1, -1)
-            for h in range(first, min(first + section, heads))
-        ]
-        head, block = np.array(pairs).T
+    if order == "clc":
+        tiles = longest_first(cut, cut.pairs)
+    elif order == "lpt":
+        tiles = longest_first(cut, kv_heads_in_l2(problem, L2_SECTION_BYTES) * (problem.group // cut.packed_heads))
     else:
-        head, block = (a.ravel() for a in np.mgrid[0:heads, 0:m_blocks])
-    visits = [_blocks(problem, n, b * rows // group, -(-(b + 1) * rows // group)) for b in range(m_blocks)]
-    total, masked = np.array(visits)[block].T
-    kv_head = head // (problem.group // group)
-    kv_blocks = -(-problem.seqlen_k // n)
-    rank = np.tile(np.arange(ctas), len(head))
-    total, masked, kv_head = (np.repeat(column, ctas) for column in (total, masked, kv_head))
+        tiles = in_order(cut)
+    of_cta = for_each_cta(tiles, ctas)
+    blocks = cut.kv_blocks(of_cta)
+    rest = blocks.after_first()
+    rank = cluster_rank(of_cta, ctas)
     k.tiles = {
         "lead": (rank == 0).astype(np.int64),
         "follow": (rank != 0).astype(np.int64),
-        "steps": total - 1,
-        "masked": masked,
-        "full": total - 1 - masked,
-        "q": np.arange(len(rank)) * tiles_per_cta,
-        "kv": ((kv_head * kv_blocks + total - 1) * halves + halves - 1) * ctas + rank,
+        "steps": rest.visited,
+        **rest.columns(),
+        "q": q_lines(of_cta, tiles_per_cta),
+        "kv": kv_lines(cut, of_cta, blocks.last, ctas, halves),
     }
     q, o = (
-        _query_layout(k, rows, head, block, group, tiles_per_cta, columns)
+        query_layout(cut, columns, tiles, ctas=ctas, tiles_per_cta=tiles_per_cta)
         for columns in (problem.head_dim, problem.head_dim_v)
     )
-    return Layouts(q, _key_layout(k, n, halves), _value_layout(k, n, halves), o)
-
-
-def _query_layout(
-    k: Kernel, rows: int, head: IntArray, block: IntArray, group: int, tiles_per_cta: int, columns: int
-) -> Layout:
-    """A query tile a line. The CTAs of a cluster share an MMA's rows; the heads of a packed group take turns."""
-    problem, ctas = k.problem, k.cluster
-    size = rows // (tiles_per_cta * ctas)
-
-    def region(line: int, tile: int) -> Region:
-        cta, number = divmod(line, tiles_per_cta)
-        cluster, rank = divmod(cta, ctas)
-        row = block[cluster] * rows + (number * ctas + rank) * size + np.arange(size, dtype=np.int64)
-        query = (head[cluster] * group + row % group) * problem.seqlen_q + row // group
-        return Region(np.where(row < problem.seqlen_q * group, query, -1))
-
-    return Layout(problem.batch * problem.heads_q * problem.seqlen_q, columns, region)
-
-
-def _key_layout(k: Kernel, n: int, halves: int) -> Layout:
-    """``halves`` of K's columns for each block; each CTA of a cluster loads its share of the rows."""
-    problem, rows, width = k.problem, n // k.cluster, k.problem.head_dim // halves
-
-    def region(line: int, tile: int) -> Region:
-        line, rank = divmod(line, k.cluster)
-        block, half = divmod(line, halves)
-        return Region(_key_rows(problem, n, block)[rank * rows :][:rows], slice(half * width, (half + 1) * width))
-
-    return Layout(problem.batch * problem.heads_kv * problem.seqlen_k, problem.head_dim, region)
-
-
-def _value_layout(k: Kernel, n: int, halves: int) -> Layout:
-    """``halves`` of V's columns for each block; each CTA of a cluster loads its share of them."""
-    problem, parts = k.problem, halves * k.cluster
-    width = problem.head_dim_v // parts
-
-    def region(line: int, tile: int) -> Region:
-        block, part = divmod(line, parts)
-        return Region(_key_rows(problem, n, block), slice(part * width, (part + 1) * width))
-
-    return Layout(problem.batch * problem.heads_kv * problem.seqlen_k, problem.head_dim_v, region)
-
-
-def _key_rows(problem: Problem, n: int, block: int) -> IntArray:
-    """Rows of a block of ``n`` keys, numbered through all heads; -1 beyond the last key."""
-    head, block = divmod(block, -(-problem.seqlen_k // n))
-    row = block * n + np.arange(n, dtype=np.int64)
-    return np.where(row < problem.seqlen_k, head * problem.seqlen_k + row, -1)
-
-
-def _blocks(problem: Problem, n: int, first: int, last: int) -> tuple[int, int]:
-    """Key blocks of the queries first <= q < last, and how many after the first of these run the masked code."""
-    total = max(1, -(-problem.kv_range(first, last) // n))
-    end = first + problem.seqlen_k - problem.seqlen_q if problem.causal else problem.seqlen_k
-    return total, min(total - 1, max(0, total - 1 - max(0, end) // n))
+    return Layouts(q, key_layout(cut, ctas, halves), value_layout(cut, ctas, halves), o)
 
 
 def rescales(k: Kernel, n: int, rows: int, conditional: bool, threshold: float, rate: float | None) -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fasim.arch import Arch
-from fasim.program.effects import Effect, Load, Move, Normalise, Round, Store, Syncthreads, row_blocks
+from fasim.kernels.blocks import BlockInfo
+from fasim.kernels.layouts import kv_layout, query_layout
+from fasim.program.effects import Effect, Load, Move, Normalise, Round, Store, Syncthreads
 from fasim.program.language import Barrier, Kernel, Role, Tensor
 from fasim.program.ops import BarrierUse, Copy, Wait
 from fasim.program.tiles import Smem
@@ -138,11 +140,10 @@ class Config:
 
 def tensors(k: Kernel, cfg: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q, K, V and O; a line is one copy's worth."""
-    problem = k.problem
-    heads, kv_heads = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
-    lines = kv_heads * problem.kv_tiles(cfg.n)
-    q, o = (row_blocks(heads, problem.seqlen_q, cfg.m, columns) for columns in (cfg.d, cfg.dv))
-    keys, values = (row_blocks(kv_heads, problem.seqlen_k, cfg.n, columns) for columns in (cfg.d, cfg.dv))
+    cut = BlockInfo(k.problem, cfg.m, cfg.n)
+    lines = cut.kv_pairs * cut.n_blocks
+    q, o = (query_layout(cut, columns) for columns in (cfg.d, cfg.dv))
+    keys, values = (kv_layout(cut, columns) for columns in (cfg.d, cfg.dv))
     return (
         k.tensor("Q", k.tile_count, cfg.m * cfg.d * cfg.element, "q", layout=q),
         k.tensor("K", lines, cfg.n * cfg.d * cfg.element, "kv", 1, keys),

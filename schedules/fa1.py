@@ -16,6 +16,8 @@ from typing import Annotated
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
+from fasim.kernels.blocks import BlockInfo
+from fasim.kernels.layouts import kv_layout
 from fasim.problem import Problem
 from fasim.program.effects import (
     Add,
@@ -40,7 +42,7 @@ from fasim.program.language import Kernel, Role, Tensor
 from fasim.program.library import schedule
 from fasim.program.tiles import Cursor, Register, Smem
 
-from ._fa1_grid import ROWS, grid, kv_layout, row_layouts, split_heuristic
+from ._fa1_grid import ROWS, grid, row_layouts, split_heuristic
 
 WARPS = 4
 STATISTICS_BYTES = 4 * ROWS * WARPS  # a maximum, or a sum, for each row and warp
@@ -133,7 +135,7 @@ def fa1(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     q_bytes, o_bytes, kv_bytes = 2 * ROWS * padded, 4 * ROWS * padded, 2 * keys * padded
     k.smem("Q", q_bytes, 2)
     grid(k, splits, steps, blocks, keys)
-    kv, rows = kv_layout(problem, keys), row_layouts(k, splits, steps, blocks)
+    kv, rows = kv_layout(BlockInfo(problem, ROWS, keys), d), row_layouts(k, splits, steps, blocks)
     cfg = Config(
         padded,
         keys,

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import numpy as np
-
 from fasim.arch import Arch
 from fasim.errors import ConfigError
+from fasim.kernels.blocks import BlockInfo, kv_loops
+from fasim.kernels.grid import in_order, kv_lines
+from fasim.kernels.layouts import kv_layout, query_layout
 from fasim.problem import Problem
 from fasim.program.effects import (
     Effect,
@@ -30,7 +31,6 @@ from fasim.program.effects import (
     RowSum,
     Store,
     Syncthreads,
-    row_blocks,
 )
 from fasim.program.language import Kernel, Role, Tensor
 from fasim.program.library import schedule
@@ -147,11 +147,10 @@ def fa2(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     cfg = Config(m, n, warps, limit, BUILDS[build], problem.dtype)
 
     k = Kernel("fa2", problem, arch, {"tile_m": m, "tile_n": n, "build": build})
-    _grid(k, cfg)
-    blocks = problem.kv_tiles(n)
-    lines = problem.batch * problem.heads_kv * blocks
-    rows = row_blocks(problem.batch * problem.heads_q, problem.seqlen_q, m, d)
-    block = row_blocks(problem.batch * problem.heads_kv, problem.seqlen_k, n, d)
+    cut = BlockInfo(problem, m, n)
+    _grid(k, cut)
+    lines = cut.kv_pairs * cut.n_blocks
+    rows, block = query_layout(cut, d), kv_layout(cut, d)
     q = k.tensor("Q", k.tile_count, 2 * m * limit, "q", layout=rows)
     keys = k.tensor("K", lines, 2 * n * limit, "kv", -1, block)
     values = k.tensor("V", lines, 2 * n * limit, "kv", -1, block)
@@ -166,14 +165,12 @@ def fa2(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
         w.vector("addresses", ADDRESSES)
         for tensor in q, keys:
             w.copy(f"load {tensor.name}", tensor, tensor.line_bytes, "load", "threads", effects=_into(tensor))
-        for trips, masked, more in (
-            ("masked", True, True),
-            ("full", False, True),
-            ("last_masked", True, False),
-            ("last_full", False, False),
-        ):
+        for trips, masked in kv_loops(k.tiles):
             with w.loop(trips):
-                _iteration(w, cfg, arch, keys if more else None, values, masked)
+                _iteration(w, cfg, arch, keys, values, masked)
+        for trips, masked in (("last_masked", True), ("last_full", False)):
+            with w.loop(trips):
+                _iteration(w, cfg, arch, None, values, masked)
         _epilogue(w, cfg, arch, out)
     return k
 
@@ -257,18 +254,15 @@ def _epilogue(w: Role, cfg: Config, arch: Arch, out: Tensor) -> None:
     w.wait_copies("store", "drain")  # a warp exits when its stores have left
 
 
-def _grid(k: Kernel, cfg: Config) -> None:
-    """One CTA per query tile, (tile, batch, head) with the tile fastest and ascending; KV blocks descend."""
-    problem = k.problem
-    m_blocks = problem.q_tiles(cfg.m)
-    head, batch, block = (a.ravel() for a in np.mgrid[0 : problem.heads_q, 0 : problem.batch, 0:m_blocks])
-    counts = np.array([problem.kv_blocks(b, cfg.m, cfg.n) for b in range(m_blocks)], dtype=np.int64)
-    trips = np.maximum(counts[:, 0], 1)  # rows that see no key pass by one block, and all of it is masked
-    masked = np.where(counts[:, 0] > 0, counts[:, 1], 1)
-    last_masked = (masked >= trips).astype(np.int64)
-    before = masked - last_masked
-    kv_head = batch * problem.heads_kv + head // problem.group
-    columns = {"masked": before, "full": trips - 1 - before, "last_masked": last_masked, "last_full": 1 - last_masked}
-    k.tiles = {name: column[block] for name, column in columns.items()}
-    k.tiles["q"] = (batch * problem.heads_q + head) * m_blocks + block
-    k.tiles["kv"] = kv_head * problem.kv_tiles(cfg.n) + trips[block] - 1
+def _grid(k: Kernel, cut: BlockInfo) -> None:
+    """One CTA per query tile, (tile, batch, head) with the tile fastest; KV blocks descend, the last one is peeled."""
+    tiles = in_order(cut, heads_outside=True)
+    blocks = cut.kv_blocks(tiles)
+    before, last_masked = blocks.before_last()
+    k.tiles = {
+        **before.columns(),
+        "last_masked": last_masked,
+        "last_full": 1 - last_masked,
+        "q": cut.q_line(tiles),
+        "kv": kv_lines(cut, tiles, blocks.last),
+    }

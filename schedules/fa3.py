@@ -24,15 +24,16 @@ from typing import Annotated, Literal
 
 from fasim.arch import Arch
 from fasim.errors import BudgetError, ConfigError
+from fasim.kernels.blocks import kv_loops
+from fasim.kernels.layouts import kv_layout, partial_layout, query_layout
 from fasim.problem import Problem
 from fasim.program.effects import (
     Rescale,
-    row_blocks,
 )
 from fasim.program.language import Barrier, Kernel, Ring, Role
 from fasim.program.library import schedule
 
-from ._fa3_grid import combine, grid, partial_layout, plan, query_layout, tile
+from ._fa3_grid import block_info, combine, grid, tile
 from ._fa3_parts import (
     DRAW_CYCLES,
     FETCH_CYCLES,
@@ -116,9 +117,9 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
         raise ConfigError("fa3: pingpong needs two consumer warpgroups (tile_m >= 128)")
     if splits < 0:
         raise ConfigError(f"fa3: splits {splits}: 0 (heuristic), 1 (off) or more")
-    cut = plan(problem, arch, m, n, splits)
-    m_blocks = cut.m_blocks(problem)
-    persistent = persistent and cut.splits == 1
+    cut = block_info(problem, arch, m, n, splits)
+    m_blocks = cut.m_blocks
+    persistent = persistent and cut.num_splits == 1
     if cluster is None:
         shared = (first_release or 128 < d <= 192) if fp8 else d >= 128
         cluster = 2 if shared and not problem.causal and m_blocks % 2 == 0 and persistent else 1
@@ -126,7 +127,7 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
         raise ConfigError(f"fa3: {m_blocks} query tiles per head do not divide into clusters of {cluster}")
     rescale_early = (max(d, dv) > 128 or first_release) and overlap and not fp8
     output: Literal["tma", "threads", "partial"] = (
-        "partial" if cut.splits > 1 else "threads" if cut.group > 1 else "tma"
+        "partial" if cut.num_splits > 1 else "threads" if cut.packed_heads > 1 else "tma"
     )
     cfg = Config(
         m,
@@ -153,23 +154,22 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
         tile_m=m, tile_n=n, stages=stages, pingpong=pingpong, overlap=overlap, p_in_registers=in_registers
     )
     chosen |= dict(cluster=cluster, exp=exp, persistent=persistent)
-    chosen |= dict(two_level=two_level, splits=cut.splits, build=build)
+    chosen |= dict(two_level=two_level, splits=cut.num_splits, build=build)
     k = Kernel(
         "fa3", problem, arch, chosen, cluster=cluster, max_ctas_per_sm=1, launch_registers=REGISTERS[warpgroups][2]
     )
     if not exp:
         k.not_attention = "exp=off leaves the exponential out"
-    pair, block = grid(k, cut, persistent, first_release)
-    rows = min(m, cut.rows(problem))  # of a tile, that exist
+    tiles = grid(k, cut, persistent, first_release)
+    rows = min(m, cut.rows)  # of a tile, that exist
     q_bytes, kv_rows = cfg.element * m * d, cfg.element * n
     shared = cluster > 1
     boxes, v_boxes = -(-d * cfg.element // 128), -(-dv * cfg.element // 128)  # a TMA box is 128 bytes wide
-    q_layout, o_layout = (query_layout(problem, cut, pair, block, columns) for columns in (d, dv))
-    q_tensor = k.tensor("Q", cut.pairs(problem) * m_blocks, q_bytes * rows // m, "q", layout=q_layout)
+    q_layout, o_layout = (query_layout(cut, columns, tiles) for columns in (d, dv))
+    q_tensor = k.tensor("Q", cut.pairs * m_blocks, q_bytes * rows // m, "q", layout=q_layout)
     q_ring = k.ring(q_tensor, q_bytes, 1, consumers=warpgroups, boxes=boxes)
-    blocks = -(-problem.seqlen_k // n)
-    lines = problem.batch * problem.heads_kv * blocks * cluster
-    keys, values = (row_blocks(problem.batch * problem.heads_kv, problem.seqlen_k, n, x, cluster) for x in (d, dv))
+    lines = cut.kv_pairs * cut.n_blocks * cluster
+    keys, values = (kv_layout(cut, columns, cluster) for columns in (d, dv))
     k_tensor = k.tensor("K", lines, kv_rows * d // cluster, "kv", -cluster, keys)
     v_tensor = k.tensor("V", lines, kv_rows * dv // cluster, "kv", -cluster, values)
     k_ring = k.ring(k_tensor, kv_rows * d, stages, consumers=warpgroups, multicast=shared, boxes=boxes)
@@ -180,8 +180,8 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
         full, empty = k.barrier("Vt.full", 1, stages), k.barrier("Vt.empty", warpgroups, stages)
         v_ring = Ring(k.smem("Vt", kv_rows * dv, stages), full, empty, v_tensor, 0, False, 0)
     if output == "partial":
-        lines = cut.pairs(problem) * m_blocks * cut.splits
-        o_tensor = k.tensor("O.partial", lines, 4 * rows * dv, "partial", layout=partial_layout(problem, cut))
+        lines = cut.pairs * m_blocks * cut.num_splits
+        o_tensor = k.tensor("O.partial", lines, 4 * rows * dv, "partial", layout=partial_layout(cut))
     else:
         o_tensor = k.tensor("O", k.tile_count, 2 * rows * dv, "q", layout=o_layout)
     k.smem("O", 2 * m * dv, aliases=v_ring.buffer.name)
@@ -192,15 +192,15 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
     epilogue = k.barrier("epilogue", warpgroups, named=True)
     staged = k.barrier("O.staged", warpgroups, named=True)
 
-    with k.role("producer", warps=4 if fp8 or cut.group > 1 else 1, registers=REGISTERS[warpgroups][0]) as p:
+    with k.role("producer", warps=4 if fp8 or cut.packed_heads > 1 else 1, registers=REGISTERS[warpgroups][0]) as p:
         p.delay("setup", 2 * arch.launch.registers_realloc_cycles, "launch")  # barriers, setmaxnreg
         with p.tiles(draws=True):
             if fp8:
                 p.load(v_loads)
             p.load(k_ring)
-            load_q(p, q_ring, packed=cut.group > 1)
+            load_q(p, q_ring, packed=cut.packed_heads > 1)
             p.wait_barrier(o_free, reason="empty", ahead=1)
-            for trips in ("masked", "full"):
+            for trips, _ in kv_loops(k.tiles):
                 with p.loop(trips):
                     issue_loads(p, "fp8" if fp8 else "16 bit")
                     if fp8:
@@ -233,7 +233,7 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
                 c.wait_mma(0, "wait QK")
                 c.release(k_ring)
                 softmax(c, cfg, order(cfg, overlap=False), masked=True, first=True)
-                for trips, masked in (("masked", True), ("full", False)):
+                for trips, masked in kv_loops(k.tiles):
                     with c.loop(trips):
                         _overlapped_step(c, cfg, k_ring, v_ring, turn, masked)
                 c.release(q_ring)
@@ -245,14 +245,14 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs) -> list[Kernel]:
                 c.release(v_ring)
             else:
                 _serial_step(c, cfg, k_ring, v_ring, turn, masked=True, first=True)
-                for trips, masked in (("masked", True), ("full", False)):
+                for trips, masked in kv_loops(k.tiles):
                     with c.loop(trips):
                         _serial_step(c, cfg, k_ring, v_ring, turn, masked)
                 if pingpong and not first_release:
                     c.arrive(turn, "next", label="pass turn")
                 c.release(q_ring)
             store_output(c, cfg, epilogue, staged, o_tensor, o_free)
-    return [k, combine(problem, arch, cut)] if cut.splits > 1 else [k]
+    return [k, combine(problem, arch, cut)] if cut.num_splits > 1 else [k]
 
 
 def _overlapped_step(c: Role, cfg: Config, k_ring: Ring, v_ring: Ring, turn: Barrier, masked: bool) -> None:

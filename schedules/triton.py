@@ -31,6 +31,8 @@ import numpy as np
 
 from fasim.arch import Arch
 from fasim.errors import ConfigError
+from fasim.kernels import grid
+from fasim.kernels.blocks import BlockInfo
 from fasim.problem import Problem
 from fasim.program.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum
 from fasim.program.language import Barrier, Kernel, Role
@@ -148,19 +150,11 @@ def _check(cfg: Config) -> None:
 
 def _grid(k: Kernel, cfg: Config, longest_first: bool) -> None:
     """Tiles: query block fastest, then head and batch; trip counts of the two loops and of their pipelines."""
-    problem = k.problem
-    m_blocks = problem.q_tiles(cfg.m)
-    pair, block = (a.ravel() for a in np.mgrid[0 : problem.batch * problem.heads_q, 0:m_blocks])
-    if longest_first and problem.causal:
-        block = m_blocks - 1 - block
-    total, masked = np.array([problem.kv_blocks(b, cfg.m, cfg.n) for b in range(m_blocks)], dtype=np.int64).T
-    masked[total == 0] = total[total == 0] = 1  # rows that see no key pass by one block
-    batch, head = pair // problem.heads_q, pair % problem.heads_q
-    k.tiles = {
-        "q": pair * m_blocks + block,
-        "kv": (batch * problem.heads_kv + head // problem.group) * problem.kv_tiles(cfg.n),
-    }
-    for name, trips in (("full", total - masked), ("masked", masked)):
+    cut = BlockInfo(k.problem, cfg.m, cfg.n)
+    tiles = grid.longest_first(cut) if longest_first and k.problem.causal else grid.in_order(cut)
+    blocks = cut.kv_blocks(tiles)
+    k.tiles = {"q": cut.q_line(tiles), "kv": grid.kv_lines(cut, tiles, blocks.lowest)}
+    for name, trips in (("full", blocks.full), ("masked", blocks.masked)):
         ahead = np.minimum(trips, cfg.stages - 1)
         buffers, primed, first = (np.minimum(trips, most) for most in (cfg.stages, 2, 1))
         counts = {
@@ -176,7 +170,7 @@ def _grid(k: Kernel, cfg: Config, longest_first: bool) -> None:
             " rest": trips - primed,
             " last": primed,
         }
-        k.tiles |= {f"{name}{suffix}": column[block] for suffix, column in counts.items()}
+        k.tiles |= {f"{name}{suffix}": column for suffix, column in counts.items()}
 
 
 # --- all warps in step: Ampere and Hopper ------------------------------------------------------

@@ -34,6 +34,7 @@ from fasim.numerics import (
     round_to,
     update_max,
 )
+from fasim.problem import CAUSAL, FULL
 from fasim.studies import numerics as study
 from fasim.views.numerics_plot import plot_numerics
 
@@ -230,8 +231,9 @@ def test_tiles_thresholds_and_splits_do_not_change_the_answer(m, n, tile, thresh
     q, k, v = spread * normal(m, 8), normal(n, 8, seed=1), normal(n, 4, seed=2)
     softmax = Softmax(exp2=Exp2(fraction, MINIMAX[5]), threshold=threshold, p_format="fp32")
     splits = min(splits, -(-n // tile))
-    (output, lse), rescaled = attention_tiled(q, k, v, softmax, causal=causal, tile_n=tile, splits=splits)
-    expected = attention_reference(q, k, v, causal=causal)
+    mask = CAUSAL if causal else FULL
+    (output, lse), rescaled = attention_tiled(q, k, v, softmax, mask=mask, tile_n=tile, splits=splits)
+    expected = attention_reference(q, k, v, mask=mask)
     assert rescaled.shape == (-(-n // tile), m)
     np.testing.assert_allclose(output, expected.output, atol=2e-5)
     np.testing.assert_allclose(lse, expected.lse, atol=2e-5)
@@ -250,7 +252,7 @@ def test_the_reference_is_softmax():
 def test_the_reference_aligns_the_mask_bottom_right():
     q, k, v = normal(2, 4), normal(3, 4, seed=1), normal(3, 2, seed=2)
     first = attention_reference(q[:1], k[:2], v[:2])
-    np.testing.assert_allclose(attention_reference(q, k, v, causal=True).output[:1], first.output)
+    np.testing.assert_allclose(attention_reference(q, k, v, mask=CAUSAL).output[:1], first.output)
 
 
 def test_only_growth_beyond_the_threshold_moves_the_reference():

@@ -1,22 +1,9 @@
 import dataclasses
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-
-SMALL = st.integers(1, 40)
-TILE = st.integers(1, 12)
-
-
-def mask_of(problem):
-    """Visible score elements of one head, ``(seqlen_q, seqlen_k)``."""
-    i, j = np.ogrid[: problem.seqlen_q, : problem.seqlen_k]
-    seen = j <= i + problem.seqlen_k - problem.seqlen_q
-    return seen if problem.causal else np.ones_like(seen)
 
 
 def test_defaults_follow_the_query_side():
@@ -82,55 +69,6 @@ def test_minimal_hbm_bytes():
 
 
 @pytest.mark.parametrize(
-    "shape, tile, expected",
-    [
-        ({"seqlen_q": 1024}, (3, 128, 128), (8, 0)),
-        ({"seqlen_q": 1024}, (0, 128, 176), (6, 1)),  # 1024 = 5 x 176 + 144
-        ({"seqlen_q": 1024, "causal": True}, (0, 128, 128), (1, 1)),
-        ({"seqlen_q": 1024, "causal": True}, (7, 128, 128), (8, 1)),
-        ({"seqlen_q": 1024, "causal": True}, (2, 128, 64), (6, 2)),
-        ({"seqlen_q": 1024, "causal": True}, (3, 128, 176), (3, 1)),  # keys 0..511; row 384 covers two blocks
-        ({"seqlen_q": 128, "seqlen_k": 1024, "causal": True}, (0, 128, 128), (8, 1)),
-        ({"seqlen_q": 1024, "seqlen_k": 128, "causal": True}, (0, 128, 128), (0, 0)),
-        ({"seqlen_q": 1, "seqlen_k": 256, "causal": True}, (0, 64, 128), (2, 1)),
-    ],
-)
-def test_kv_blocks_by_hand(shape, tile, expected):
-    assert Problem(**shape).kv_blocks(*tile) == expected
-
-
-@given(sq=SMALL, sk=SMALL, causal=st.booleans(), tile_m=TILE, tile_n=TILE)
-def test_kv_blocks_agree_with_the_mask(sq, sk, causal, tile_m, tile_n):
-    p = Problem(seqlen_q=sq, seqlen_k=sk, causal=causal)
-    mask = mask_of(p)
-    assert p.visible_scores() == mask.sum()
-    for m in range(p.q_tiles(tile_m)):
-        row = m * tile_m
-        rows = mask[row : row + tile_m]
-        assert p.kv_range(row, row + tile_m) == rows.any(axis=0).sum()
-        blocks = [rows[:, n : n + tile_n] for n in range(0, sk, tile_n)]
-        visited = [b for b in blocks if b.any()]
-        needed = sum(not (b.all() and b.shape[1] == tile_n) for b in visited)
-        total, masked = p.kv_blocks(m, tile_m, tile_n)
-        assert total == len(visited)
-        diagonal = row + sk - sq + 1  # keys that the first row sees
-        spare = causal and total > 0 and diagonal > 0 and diagonal % tile_n == 0
-        assert masked == needed + spare
-
-
-@given(sq=SMALL, sk=SMALL, causal=st.booleans(), tile_m=TILE, tile_n=TILE)
-def test_q_blocks_agree_with_the_mask(sq, sk, causal, tile_m, tile_n):
-    p = Problem(seqlen_q=sq, seqlen_k=sk, causal=causal)
-    mask = mask_of(p)
-    for n in range(p.kv_tiles(tile_n)):
-        columns = mask[:, n * tile_n : (n + 1) * tile_n]
-        blocks = [columns[m : m + tile_m] for m in range(0, sq, tile_m)]
-        visited = [b for b in blocks if b.any()]
-        needed = sum(not (b.all() and b.shape[1] == tile_n) for b in visited)
-        assert p.q_blocks(n, tile_m, tile_n) == (len(visited), needed)
-
-
-@pytest.mark.parametrize(
     "shape, message",
     [
         ({"batch": 0}, "batch: expected an integer of at least 1, got 0"),
@@ -145,16 +83,6 @@ def test_q_blocks_agree_with_the_mask(sq, sk, causal, tile_m, tile_n):
 def test_bad_shapes_name_the_key(shape, message):
     with pytest.raises(ConfigError, match=message):
         Problem(**shape)
-
-
-def test_bad_tiles_are_refused():
-    p = Problem(seqlen_q=256)
-    with pytest.raises(ValueError, match="query tile 2 of 2"):
-        p.kv_blocks(2, 128, 128)
-    with pytest.raises(ValueError, match="KV tile -1 of 2"):
-        p.q_blocks(-1, 128, 128)
-    with pytest.raises(ValueError, match=r"rows \[5, 5\)"):
-        p.kv_range(5, 5)
 
 
 def test_describe():

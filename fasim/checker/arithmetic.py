@@ -110,13 +110,10 @@ def _mask(e: Mask, at: Operands) -> None:
 
 
 def _hidden(scores: Value, problem: Problem) -> Bool:
-    """Scores of queries and keys that do not exist, or that the causal mask hides."""
+    """Scores of keys that do not exist, or that the mask hides."""
     assert scores.rows is not None and scores.columns is not None
-    hidden: Bool = (scores.columns < 0)[None, :]
-    if problem.causal:
-        last = scores.rows % problem.seqlen_q + problem.seqlen_k - problem.seqlen_q
-        hidden = hidden | (scores.columns % problem.seqlen_k > last[:, None])
-    return hidden
+    position, key = problem.sequences.row_position(scores.rows), problem.sequences.row_key(scores.columns)
+    return (scores.columns < 0) | ~problem.mask.sees(position[:, None], key)
 
 
 def _row_max(e: RowMax, at: Operands) -> None:

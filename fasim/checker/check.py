@@ -160,9 +160,9 @@ def compare(
     plain: dict[str, list[Array]] = {"O": [], "LSE": []}
     for head in range(heads):
         q, k, v = inputs["Q"][head], inputs["K"][head // group], inputs["V"][head // group]
-        best = attention_reference(q, k, v, causal=problem.causal)
+        best = attention_reference(q, k, v, mask=problem.mask)
         plainly = Softmax(p_format=p_format, s_format=s_format)
-        simple, _ = attention_tiled(q, k, v, plainly, causal=problem.causal, tile_n=problem.seqlen_k)
+        simple, _ = attention_tiled(q, k, v, plainly, mask=problem.mask, tile_n=problem.seqlen_k)
         for name, one, other in (
             ("O", best.output, round_to(simple.output, out_format)),
             ("LSE", best.lse[:, None], simple.lse[:, None]),

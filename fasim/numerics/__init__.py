@@ -17,7 +17,6 @@ from fasim.numerics.attention import (
     online_softmax_step,
     probabilities,
     update_max,
-    visible_keys,
 )
 from fasim.numerics.exp2 import FA4_CUBIC, MINIMAX, MUFU, Exp2, exp2, exp2_mufu, exp2_polynomial, minimax_exp2
 from fasim.numerics.formats import FORMATS, OPERAND_FORMATS, hadamard, quantise, round_probabilities, round_to
@@ -49,5 +48,4 @@ __all__ = [
     "round_probabilities",
     "round_to",
     "update_max",
-    "visible_keys",
 ]

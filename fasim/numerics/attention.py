@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fasim.errors import ConfigError
 from fasim.numerics.exp2 import MUFU, Exp2, exp2
 from fasim.numerics.formats import Array, Float32, round_probabilities, round_to
+from fasim.problem import FULL, Mask
 
 Bool = npt.NDArray[np.bool_]
 
@@ -138,7 +139,7 @@ def attention_tiled(
     v: Array,
     softmax: Softmax = Softmax(),
     *,
-    causal: bool = False,
+    mask: Mask = FULL,
     scale: float | None = None,
     tile_n: int = 128,
     splits: int = 1,
@@ -156,7 +157,7 @@ def attention_tiled(
         raise ConfigError(f"attention: {splits} splits of {tiles} tiles of {tile_n} of {n} keys")
     q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
     scale_log2 = (q.shape[-1] ** -0.5 if scale is None else scale) * LOG2_E
-    visible = visible_keys(q.shape[-2], n, causal)
+    visible = mask.matrix(q.shape[-2], n)
     parts, rescaled = [], []
     for share in np.array_split(np.arange(tiles)[::-1], splits):
         state = initial_state(q.shape[:-1], v.shape[-1])
@@ -175,21 +176,14 @@ def attention_tiled(
     return whole, np.stack(rescaled)
 
 
-def attention_reference(q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None) -> Attention:
+def attention_reference(q: Array, k: Array, v: Array, *, mask: Mask = FULL, scale: float | None = None) -> Attention:
     """Attention in float64 over the whole score matrix; arguments as of :func:`attention_tiled`."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scores = (q @ np.swapaxes(k, -1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = np.where(visible_keys(q.shape[-2], k.shape[-2], causal), scores, -np.inf)
+    scores = np.where(mask.matrix(*scores.shape[-2:]), scores, -np.inf)
     largest = scores.max(axis=-1)
     p = np.exp(scores - np.where(np.isneginf(largest), 0, largest)[..., None])
     total = p.sum(axis=-1)
     seen = total > 0
     safe = np.where(seen, total, 1)
     return Attention((p / safe[..., None]) @ v, np.where(seen, largest + np.log(safe), -np.inf))
-
-
-def visible_keys(m: int, n: int, causal: bool) -> Bool:
-    """Mask ``(m, n)``: true where the query sees the key; causal is aligned bottom right, as in ``Problem``."""
-    if not causal:
-        return np.ones((m, n), bool)
-    return np.arange(n) <= np.arange(m)[:, None] + (n - m)

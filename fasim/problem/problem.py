@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fasim.errors import ConfigError, did_you_mean
+from fasim.problem.masks import CAUSAL, FULL, Mask
+from fasim.problem.sequences import Sequences
 
 #: Bits per element of Q, K and V by data type. Block scales of the narrow types are not counted.
 DTYPE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
@@ -77,6 +79,16 @@ class Problem:
             object.__setattr__(self, name, field)
 
     @property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return CAUSAL if self.causal else FULL
+
+    @property
+    def sequences(self) -> Sequences:
+        """Lengths, and how rows of the tensors are numbered."""
+        return Sequences(self.batch, self.heads_q, self.heads_kv, self.seqlen_q, self.seqlen_k)
+
+    @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads_q // self.heads_kv
@@ -102,8 +114,8 @@ class Problem:
         2 x batch x heads_q x seqlen_q x seqlen_k x (head_dim + head_dim_v), half of it for a causal mask whatever
         the lengths, times 2.5 for the backward pass.
         """
-        scores = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k
-        forward = 2.0 * scores * (self.head_dim + self.head_dim_v) * (0.5 if self.causal else 1.0)
+        scores = self.batch * self.heads_q * self.mask.counted_scores(self.seqlen_q, self.seqlen_k)
+        forward = 2.0 * scores * (self.head_dim + self.head_dim_v)
         return forward * BACKWARD_FACTOR if self.direction == "bwd" else forward
 
     def exact_flops(self) -> int:
@@ -118,10 +130,7 @@ class Problem:
 
     def visible_scores(self) -> int:
         """Unmasked elements of one head's score matrix."""
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_k
-        rows = min(self.seqlen_q, self.seqlen_k)  # rows that see anything: seqlen_k - rows + 1 ... seqlen_k keys
-        return rows * (self.seqlen_k - rows) + rows * (rows + 1) // 2
+        return self.mask.visible_scores(self.seqlen_q, self.seqlen_k)
 
     def minimal_hbm_bytes(self) -> int:
         """HBM traffic when every tensor crosses once, in bytes.
@@ -135,46 +144,6 @@ class Problem:
         o, v = q_rows * self.head_dim_v, kv_rows * self.head_dim_v
         wide = o if self.direction == "fwd" else 2 * o + q + k + v
         return -(-(q + k + v) * self.bits // 8) + wide * self.output_bytes + 4 * q_rows
-
-    def kv_range(self, m0: int, m1: int) -> int:
-        """Number of keys that at least one of the query rows m0 <= i < m1 sees; they are the first ones.
-
-        ``m1`` may lie beyond ``seqlen_q`` (a ragged last tile). Raises ValueError for an empty or negative range.
-        """
-        if not 0 <= m0 < m1:
-            raise ValueError(f"rows [{m0}, {m1})")
-        if not self.causal:
-            return self.seqlen_k
-        return min(max(m1 + self.seqlen_k - self.seqlen_q, 0), self.seqlen_k)
-
-    def kv_blocks(self, m_block: int, tile_m: int, tile_n: int) -> tuple[int, int]:
-        """KV blocks that query tile ``m_block`` visits, and how many of these (the last ones) need a mask.
-
-        Blocks are masked on the causal diagonal, and at a ragged end of the keys. As in the FlashAttention kernels,
-        a block counts as unmasked when it ends at or before the diagonal key of the tile's first row (so a block
-        that ends exactly on that key is masked for nothing). Raises ValueError for a tile outside the problem.
-        """
-        if not 0 <= m_block < self.q_tiles(tile_m):
-            raise ValueError(f"query tile {m_block} of {self.q_tiles(tile_m)}")
-        row = m_block * tile_m
-        total = _ceil_div(self.kv_range(row, row + tile_m), tile_n)
-        end = row + self.seqlen_k - self.seqlen_q if self.causal else self.seqlen_k
-        return total, total - min(max(end // tile_n, 0), total)
-
-    def q_blocks(self, n_block: int, tile_m: int, tile_n: int) -> tuple[int, int]:
-        """Query blocks that KV tile ``n_block`` visits (backward), and how many of these (the first ones) need a mask.
-
-        A ragged last KV tile masks in all of them. Raises ValueError for a tile outside the problem.
-        """
-        if not 0 <= n_block < self.kv_tiles(tile_n):
-            raise ValueError(f"KV tile {n_block} of {self.kv_tiles(tile_n)}")
-        key, shift = n_block * tile_n, self.seqlen_q - self.seqlen_k
-        first = max(key + shift, 0) // tile_m if self.causal else 0
-        total = self.q_tiles(tile_m) - first
-        if key + tile_n > self.seqlen_k:
-            return total, total
-        diagonal_end = _ceil_div(max(key + tile_n - 1 + shift, 0), tile_m) if self.causal else 0
-        return total, max(diagonal_end - first, 0)
 
     def q_tiles(self, tile_m: int) -> int:
         """Query tiles of one head."""

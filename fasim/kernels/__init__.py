@@ -1,0 +1,1 @@
+"""What attention kernels share, in FlashAttention's words: which blocks a tile visits, and the grid of tiles."""
