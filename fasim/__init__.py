@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from fasim.views.calibrate_report import render_calibration as render_calibration
     from fasim.views.check_report import render_check as render_check
     from fasim.views.compare_report import render_comparison as render_comparison
+    from fasim.views.explain_report import render_explanation as render_explanation
     from fasim.views.html import write_html as write_html
     from fasim.views.perfetto import write_trace as write_trace
     from fasim.views.plot import plot_timeline as plot_timeline
@@ -102,6 +103,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "fasim.views.calibrate_report": ("render_calibration",),
     "fasim.views.check_report": ("render_check",),
     "fasim.views.compare_report": ("render_comparison",),
+    "fasim.views.explain_report": ("render_explanation",),
     "fasim.views.html": ("write_html",),
     "fasim.views.perfetto": ("write_trace",),
     "fasim.views.plot": ("plot_timeline",),

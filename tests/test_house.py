@@ -45,6 +45,12 @@ def test_help_imports_nothing_heavy(command):
     assert not loaded & {"numpy", "numba", "simpy", "scipy", "matplotlib", "networkx", "pandas", "perfetto"}
 
 
+def test_what_is_drawn_is_drawn_in_views():
+    drawing = re.compile(r"^\s*(from|import) (rich\.(table|text|tree|panel|columns)|matplotlib|jinja2)\b", re.MULTILINE)
+    drawn_in = {path.parent.name for path in (ROOT / "fasim").rglob("*.py") if drawing.search(path.read_text())}
+    assert drawn_in == {"views", "results"}  # results: the type of what Run.timeline returns
+
+
 @pytest.mark.parametrize("folder", ["arch_models", "schedules"])
 def test_wheel_ships_the_data_folders(folder):
     shipped = CONFIG["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]

@@ -12,7 +12,7 @@ score is P, the dropout mask of one byte and the dropped-out P (Korthikanti et a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fasim.analysis.compare import busy_cycles
@@ -73,6 +73,10 @@ class Bounds:
     def needed_cycles(self) -> float:
         """Cycles that no kernel for this problem can beat on this chip: tensor cores or HBM."""
         return max(b.needed_cycles or 0.0 for b in self.units if b.unit in ("tensor", "hbm"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the fields, ``limit`` (a unit's name) and ``needed_cycles``."""
+        return {"schema_version": 1, **asdict(self), "limit": self.limit.unit, "needed_cycles": self.needed_cycles}
 
 
 def problem_of(run: Run) -> Problem:

@@ -59,6 +59,11 @@ class Comparison:
             "changes": [{**asdict(change), "moved": change.moved} for change in self.changes],
         }
 
+    @property
+    def same_problem(self) -> bool:
+        """Whether all runs compute the same kind of attention on queries of the same length."""
+        return not any({"seqlen_q", "head_dim", "dtype", "direction"} & set(change.settings) for change in self.changes)
+
     def slower_than(self, percent: float) -> list[Change]:
         """Changes that take more time than the base by more than ``percent``."""
         return [change for change in self.changes if change.time_percent > percent]

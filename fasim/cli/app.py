@@ -19,11 +19,9 @@ from fasim.cli import calibrate, explain, numerics, validate
 from fasim.cli import check as checking
 from fasim.cli.console import (
     console_for,
-    format_value,
     note,
     parse_integers,
     parse_window,
-    print_table,
     write_text,
 )
 from fasim.cli.options import (
@@ -215,22 +213,18 @@ app.command(epilog=_examples("numerics"))(numerics.numerics)
 def list_archs() -> None:
     """The architectures that come with fasim."""
     from fasim.arch import list_archs, load_arch
+    from fasim.views.lists import render_archs
 
-    archs = [load_arch(name) for name in list_archs()]
-    columns = ("arch", "chip", "architecture", "SMs")
-    print_table(columns, ((a.name, a.title, a.architecture, str(a.chip.sm_count)) for a in archs))
+    console_for().print(render_archs(map(load_arch, list_archs())))
 
 
 @list_app.command("schedules", epilog=_examples("list"))
 def list_schedules() -> None:
     """The schedules that come with fasim."""
     from fasim.program.library import list_schedules, load_schedule
+    from fasim.views.lists import render_schedules
 
-    schedules = [load_schedule(name) for name in list_schedules()]
-    print_table(
-        ("schedule", "architectures", "what it is"),
-        ((s.name, ", ".join(s.architectures), s.summary) for s in schedules),
-    )
+    console_for().print(render_schedules(map(load_schedule, list_schedules())))
 
 
 @list_app.command("knobs", epilog=_examples("list"))
@@ -244,14 +238,10 @@ def list_knobs(
 ) -> None:
     """The knobs of a schedule with their defaults."""
     from fasim.program.library import list_schedules, load_schedule
+    from fasim.views.lists import render_knobs
 
-    rows = []
-    for name in [schedule] if schedule is not None else list_schedules():
-        found = load_schedule(name)
-        for knob in found.knobs.values():
-            choices = f" ({', '.join(str(choice) for choice in knob.choices)})" if knob.choices else ""
-            rows.append((found.name, knob.name, format_value(knob.default), f"{knob.doc}{choices}"))
-    print_table(("schedule", "knob", "default", "what it does"), rows)
+    names = [schedule] if schedule is not None else list_schedules()
+    console_for().print(render_knobs(map(load_schedule, names)))
 
 
 @list_app.command("builds", epilog=_examples("list"))
@@ -282,12 +272,9 @@ def list_builds(
 def check(files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Architecture files.")]) -> None:
     """Load architecture files and report what looks wrong in their numbers."""
     from fasim.arch import check_arch
+    from fasim.views.lists import warnings_text
 
-    warnings = [(file, warning) for file in files for warning in check_arch(file)]
-    for file, warning in warnings:
-        print(f"{file}: {warning}")
-    if not warnings:
-        print(f"{len(files)} file{'s' if len(files) > 1 else ''} ok")
+    print(warnings_text({str(file): check_arch(file) for file in files}))
 
 
 @arch_app.command("schema", epilog=_examples("arch"))

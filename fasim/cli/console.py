@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,13 +49,6 @@ def parse_assignments(option: str, pairs: Sequence[str] | None) -> dict[str, obj
     return found
 
 
-def format_value(value: object) -> str:
-    """A knob's value as it is typed on the command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "auto" if value is None else str(value)
-
-
 def console_for(stderr: bool = False) -> Console:
     """A console on stdout or stderr; a file or pipe gets lines long enough for whole table rows."""
     from rich.console import Console
@@ -73,19 +66,6 @@ def progress_bar() -> Progress:
     console = console_for(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a plain table on stdout."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console_for().print(table)
 
 
 def write_text(path: str, text: str) -> None:

@@ -150,13 +150,13 @@ def compare(
         sets = (*(overrides or ()), *(own_sets or ()))
         labelled.append((label, _simulate(name, problem, chosen, sets, knobs, clock, plot is not None)))
     comparison = compare_runs(labelled)
-    if any({"seqlen_q", "head_dim", "dtype", "direction"} & set(change.settings) for change in comparison.changes):
+    if not comparison.same_problem:
         note("the runs solve different problems")
     console_for(stderr=json_path == "-").print(render_comparison(comparison))
     if plot is not None:
-        from fasim.views.plot import plot_timeline
+        from fasim.views.plot import plot_comparison
 
-        plot_timeline([(f"{label}: {run.meta['schedule']} {run.meta['arch']}", run) for label, run in labelled], plot)
+        plot_comparison(comparison, plot)
     if json_path is not None:
         write_text(json_path, json.dumps(comparison.to_dict(), indent=2, sort_keys=True) + "\n")
     if fail_above is not None and (slower := comparison.slower_than(fail_above)):
@@ -228,8 +228,6 @@ def bounds(
         dtype=dtype,
     )
 
-    from dataclasses import asdict
-
     from fasim.analysis.bounds import bounds as bounds_of
     from fasim.arch import load_arch
     from fasim.views.bounds_report import render_bounds
@@ -244,8 +242,7 @@ def bounds(
 
         plot_roofline(run, found, plot)
     if json_path is not None:
-        data = {"schema_version": 1, **asdict(found), "limit": found.limit.unit, "needed_cycles": found.needed_cycles}
-        write_text(json_path, json.dumps({**data, "meta": run.meta}, indent=2, sort_keys=True) + "\n")
+        write_text(json_path, json.dumps({**found.to_dict(), "meta": run.meta}, indent=2, sort_keys=True) + "\n")
 
 
 def explain(
@@ -298,7 +295,7 @@ def explain(
     from fasim.engine.compiled import prepare
     from fasim.studies.batch import Job
     from fasim.studies.explain import explain as study
-    from fasim.views.explain_report import render_gains, render_losses, render_path, verdict
+    from fasim.views.explain_report import render_explanation
 
     with announced():
         prepare()  # before the progress bar, which a message would break
@@ -310,14 +307,7 @@ def explain(
             threads=jobs,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    out = console_for(stderr=json_path == "-")
-    out.print(render_losses(found.run, found.useful_percent, found.losses))
-    out.print()
-    out.print(render_gains(found.gains))
-    out.print()
-    out.print(render_path(found.iteration or found.whole, found.run.meta["op_pipes"]))
-    out.print()
-    out.print(verdict(found.run, found.losses, found.gains), style="bold")
+    console_for(stderr=json_path == "-").print(render_explanation(found))
     if html is not None:
         from fasim.arch import load_arch
         from fasim.views.html import write_html

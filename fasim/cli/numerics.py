@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from fasim.cli.console import console_for, progress_bar, write_text
 from fasim.cli.options import JsonOption
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: Runnable examples, the last lines of the command's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -62,41 +58,15 @@ def numerics(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
     from fasim.studies.numerics import numerics as study
+    from fasim.views.numerics_report import render_numerics
 
     with progress_bar() as progress:
         bar = progress.add_task("computing", total=None)
         data = study(tables or (), seqlen, seed, lambda done, total: progress.update(bar, completed=done, total=total))
-    out = console_for(stderr=json_path == "-")
-    for name, rows in data["tables"].items():
-        out.print(_table(name, rows), "")
+    console_for(stderr=json_path == "-").print(render_numerics(data))
     if plot is not None:
         from fasim.views.numerics_plot import plot_numerics
 
         plot_numerics(data, plot, f".{picture_format}")
     if json_path is not None:
         write_text(json_path, json.dumps(data, indent=2) + "\n")
-
-
-def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=name, box=None, pad_edge=False, title_justify="left")
-    for column, value in rows[0].items():
-        heading = column.removesuffix("_percent").replace("_", " ") + (" %" if column.endswith("_percent") else "")
-        table.add_column(heading, justify="left" if isinstance(value, str | bool) else "right")
-    for row in rows:
-        table.add_row(*(Text(_cell(column, value)) for column, value in row.items()))
-    return table
-
-
-def _cell(column: str, value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, float):
-        return str(value)
-    if column == "gain" or column.endswith("_percent"):
-        return f"{value:.2f}"
-    return f"{value:g}" if column == "threshold" else f"{value:.2e}"

@@ -11,6 +11,7 @@ after somebody else's work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,6 +22,9 @@ from fasim.analysis.losses import Loss
 from fasim.analysis.whatif import VECTOR, Gain, limits
 from fasim.results.run import Run
 from fasim.views.common import provenance
+
+if TYPE_CHECKING:
+    from fasim.studies.explain import Explanation
 
 #: A gain below this many per cent is not worth a sentence.
 _NOTICEABLE = 0.2
@@ -37,6 +41,14 @@ _PIPES = {
     "port": "operand port",
     "tensor": "tensor core",
 }
+
+
+def render_explanation(found: Explanation) -> RenderableType:
+    """Losses, gains, the critical path (of an iteration where the work has several), and the answer in words."""
+    path = render_path(found.iteration or found.whole, found.run.meta["op_pipes"])
+    answer = Text(verdict(found.run, found.losses, found.gains), style="bold")
+    losses = render_losses(found.run, found.useful_percent, found.losses)
+    return Group(losses, Text(), render_gains(found.gains), Text(), path, Text(), answer)
 
 
 def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> RenderableType:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fasim.analysis.compare import Comparison
 from fasim.errors import ConfigError
 from fasim.results.reasons import REASONS
 from fasim.results.run import Run, Trace
@@ -74,6 +75,12 @@ _WIDTH_IN, _ROW_IN, _PANEL_IN, _HEAD_IN, _FOOT_IN = 12.0, 0.36, 0.62, 0.3, 1.3
 _LEFT_IN, _RIGHT_IN = 1.15, 0.62
 _BAR_HEIGHT = 0.78  # of a row
 _LABEL_POINTS = 7.5
+
+
+def plot_comparison(comparison: Comparison, path: str | Path) -> None:
+    """Draw the runs of ``comparison``, see :func:`plot_timeline`."""
+    titles = [f"{label}: {run.meta['schedule']} {run.meta['arch']}" for label, run in comparison.runs]
+    plot_timeline(list(zip(titles, (run for _, run in comparison.runs), strict=True)), path)
 
 
 def plot_timeline(
