@@ -115,7 +115,7 @@ def leader(k: Kernel, r: Role, c: Config, q_ring: Ring, kv_ring: Ring, halves: i
 def mma(r: Role, c: Config, label: str, n: int, count: int, done: Barrier | None = None, effects: Effects = ()) -> None:
     """``count`` MMAs of all query rows; PV takes P from where the softmax left it. ``done``: commit."""
     a = "smem" if label != "PV" else "tmem" if c.tmem else "register"
-    options = dict(a=a, dtype=c.dtype, two_cta=c.ctas > 1, done=done, slots=SLOTS_PER_MMA, fill_share=c.fill_share)
+    options = dict(a=a, dtype=c.dtype, two_cta=c.ctas > 1, done=done, slots=SLOTS_PER_MMA)
     r.mma(label, m=ROWS * c.ctas, n=n, k=c.depth, count=count, effects=effects, **options)
 
 

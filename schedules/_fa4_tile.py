@@ -33,7 +33,6 @@ class Config:
     softmax: bool
     tmem: bool
     grouped: bool
-    fill_share: float  # of the shared-memory port
 
     @property
     def depth(self) -> int:

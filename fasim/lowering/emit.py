@@ -201,7 +201,7 @@ class _AgentEmitter:
             self.set(pc, column, value)
         slots = op.slots * self.role.warps / self.arch.sm.issue.ops_per_cycle
         self.tables.activity[pc] = {
-            im.P_TENSOR: (demand.tensor - demand.held) * im.TICKS,
+            im.P_TENSOR: demand.tensor * im.TICKS,
             im.P_SMEM: demand.smem * im.TICKS,
             im.P_ISSUE: slots * im.TICKS,
         }

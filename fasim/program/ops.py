@@ -91,7 +91,7 @@ class Mma(Op):
 
     ``a`` says where operand A comes from: shared memory, registers or tensor memory. The group is
     committed at once. ``bar`` is arrived at when the group completes (tcgen05.commit); ``count`` 0 only
-    commits. ``fill_share`` in [0, 1) is the part of the shared-memory port that fills take meanwhile.
+    commits.
     """
 
     m: int
@@ -103,7 +103,6 @@ class Mma(Op):
     two_cta: bool = False
     slots: float = 1.0  # issue slots per instruction (descriptor arithmetic included)
     bar: BarrierUse | None = None
-    fill_share: float = 0.0
 
     @property
     def cursor(self) -> Cursor | None:

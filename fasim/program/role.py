@@ -163,7 +163,6 @@ class Role:
         two_cta: bool = False,
         slots: float = 1.0,
         done: Barrier | None = None,
-        fill_share: float = 0.0,
         effects: tuple[Effect, ...] = (),
     ) -> Group:
         """Issue and commit ``count`` asynchronous MMAs of m x n x k; ``done`` is arrived at when they are complete.
@@ -171,7 +170,7 @@ class Role:
         See ``ops.Mma``. :meth:`gemm` derives all of this from its operands.
         """
         bar = BarrierUse(done.name, done.stages) if done else None
-        self.record(Mma(label, m, n, k, count, a, dtype, two_cta, slots, bar, fill_share, effects=effects))
+        self.record(Mma(label, m, n, k, count, a, dtype, two_cta, slots, bar, effects=effects))
         self._groups += 1
         return Group(self._groups)
 
