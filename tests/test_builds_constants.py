@@ -107,3 +107,116 @@ def test_fa4_on_hopper():
     assert build.cost("slots_per_wgmma") == parts.SLOTS_PER_WGMMA
     assert build.cost("fmul_behind_first") == parts.FMUL_BEHIND_FIRST
     assert build.cost("l2_section") == grid.L2_SECTION_BYTES
+
+
+def counts(*parts) -> dict[str, float]:
+    """Sum of (mix, factor), without what is zero."""
+    total: dict[str, float] = {}
+    for mix, factor in parts:
+        for name, count in mix.items():
+            total[name] = total.get(name, 0.0) + factor * count
+    return {name: pytest.approx(count) for name, count in total.items() if count}
+
+
+def test_fa4_on_blackwell():
+    build = load_build("fa4", "sm100")
+    top, parts, grid = module("fa4", "fa4"), module("fa4", "_fa4_parts"), module("fa4", "_fa4_grid")
+    for d, dtype, causal, pair, packed, slow in itertools.product(
+        [*range(16, 144, 16), 192, 256], ("bf16", "fp16", "fp8", "fp4"), *[(False, True)] * 4
+    ):
+        if (pair and causal) or (d == 256 and dtype in ("fp8", "fp4")):
+            continue
+        problem = Problem(head_dim=d, causal=causal, dtype=dtype)
+        expected = vars(top._tuning(problem, pair, packed, slow))
+        assert build.row("tuning", problem, two_cta=pair, packed=packed, slow_exp2=slow) == expected
+    assert build.cost("l2_section") == grid.L2_SECTION_BYTES
+    assert build.cost("smem") == top.SMEM_BYTES
+    assert build.cost("narrow_rescale_rate") == top.NARROW_RESCALE_RATE
+    assert build.cost("fragment") == parts.FRAGMENT
+    assert build.cost("prologue") == parts.PROLOGUE_CYCLES
+    assert build.cost("fetch") == parts.FETCH_CYCLES
+    assert build.cost("slots_per_mma") == parts.SLOTS_PER_MMA
+    assert build.cost("rescale_waits", 128) == parts.RESCALE_WAITS
+    assert build.cost("rescale_waits", 256) == parts.RESCALE_WAITS / 2
+
+
+def test_triton():
+    build = load_build("triton", "tutorial")
+    top, parts = module("triton", "triton"), module("triton", "_triton_parts")
+    for architecture, d, dv, dtype in itertools.product(
+        top.DEFAULTS, (16, 32, 64, 128, 256), (16, 64, 256), ("bf16", "fp8")
+    ):
+        table = (top.FP8_DEFAULTS if dtype == "fp8" else top.DEFAULTS).get(architecture, top.DEFAULTS[architecture])
+        row = build.tile(Problem(head_dim=d, head_dim_v=dv, dtype=dtype), architecture=architecture)
+        expected = table[next(head for head in table if max(d, dv) <= head)]
+        assert (row.tile_m, row.tile_n, row.stages, row.warps) == expected
+    for kind, value in (
+        ("setup", parts.SETUP),
+        ("setup_per_output", parts.SETUP_PER_OUTPUT),
+        ("between", parts.BETWEEN),
+        ("epilogue_per_output", parts.EPILOGUE_PER_OUTPUT),
+    ):
+        assert build.cost("cold_instructions", kind) == value
+    assert build.cost("cold") == parts.COLD_CYCLES
+    assert build.mix("overhead") == {"misc": parts.OVERHEAD}
+    assert build.cost("loop") == parts.LOOP_CYCLES
+    assert build.cost("slots_per_wgmma") == parts.SLOTS_PER_WGMMA
+    assert build.mix("mask") == {"alu": parts.MASK_PER_SCORE}
+
+
+@pytest.mark.parametrize("name", ["reference", "pytorch"])
+def test_fa2(name):
+    build, top = load_build("fa2", name), module("fa2", "fa2")
+    old = top.BUILDS[name]
+    for d, (m, n, warps, registers) in top.TILES.items():
+        problem = Problem(head_dim=d - 8)
+        row = build.tile(problem, one_cta=False)
+        assert (row.tile_m, row.tile_n, row.warps, row.registers) == (m, n, warps, registers)
+        assert build.row("padded", problem) == {"head_dim": d}
+        assert build.mix("moves", d) == {"alu": old.moves[d]}
+        assert build.mix("integer", d) == {"alu": old.integer[d]}
+        assert build.mix("spills", d).get("lds", 0) == old.spills.get(d, 0.0)
+    row = build.tile(Problem(head_dim=256), one_cta=True)
+    assert (row.tile_m, row.tile_n, row.warps, row.registers) == top.TILE_256_WIDE
+    assert build.cost("fetch") == top.FETCH_CYCLES
+    assert build.mix("addresses") == top.ADDRESSES
+    assert build.mix("iteration") == {"imad": top.IMAD, "misc": top.OTHER}
+    exp = {"ffma": old.ffma, "fmul": old.fmul, "fadd": old.fadd, "alu": old.compare, "ex2": 1.0, "f2fp": 0.5}
+    assert counts((build.mix("exp"), 1)) == counts((exp, 1))
+    row_max = {"fmnmx": 2, "alu": 2 * old.compare, "shfl": 2}
+    assert counts((build.mix("row_max", "row"), 1)) == counts((row_max, 1))
+    scale = {"ffma": 1.0, "fmul": old.row_fmul, "ex2": 1.0, "alu": old.row_select}
+    assert counts((build.mix("scale"), 1)) == counts((scale, 1))
+
+
+def test_fa1():
+    build, top, grid = load_build("fa1", "1.0.8"), module("fa1", "fa1"), module("fa1", "_fa1_grid")
+    for d, short, keys in ((32, False, 256), (64, False, 256), (64, True, 128), (128, False, 128), (128, True, 128)):
+        row = build.tile(Problem(head_dim=d), short=short)
+        assert (row.tile_m, row.tile_n, row.warps) == (grid.ROWS, keys, top.WARPS)
+        assert build.row("padded", Problem(head_dim=d - 8)) == {"head_dim": d}
+    assert build.cost("ctas_per_sm") == top.CTAS_PER_SM
+
+
+def test_naive():
+    top, rows, gemm = module("naive", "naive"), module("naive", "_naive_rows"), module("naive", "_naive_gemm")
+    for version, (warp, share) in top.VERSIONS.items():
+        build = load_build("naive", version)
+        assert {int(keys) for keys in build.mixes["softmax_warp"].by_kind} == set(warp)
+        for keys, mix in warp.items():
+            assert rows.slots(build.cost("active_slots", keys), **build.mix("softmax_warp", keys)) == mix
+        assert build.cost("softmax_block_share") == share
+        for dtype, mix in top.BLOCK.items():
+            assert build.mix("softmax_block", dtype) == mix
+        assert build.mix("under_mask") == top.UNDER_MASK
+        for (framework, kernel), launches in top.LAUNCHES.items():
+            assert build.cost("launches", f"{framework} {kernel}") == launches
+        for kind in build.mixes["passes"].by_kind:
+            mix = build.mix("passes", kind)
+            if kind in build.costs["active_slots"].by_kind:
+                mix = rows.slots(build.cost("active_slots", kind), **mix)
+            assert mix == getattr(rows, kind.replace(" ", "_").upper())
+        assert build.mix("fp32_step") == gemm.FP32_STEP
+        assert build.mix("gemm_epilogue") == gemm.EPILOGUE
+        assert build.cost("epilogue_rounds") == gemm.QUARTERS
+        assert sum(build.costs["softmax_parts"].by_kind.values()) == 1.0

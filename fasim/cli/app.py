@@ -256,16 +256,11 @@ def list_builds(
     """The builds of a schedule: what compilers made of it. The default of an architecture has a star."""
     from fasim.program.builds import list_builds, load_build
     from fasim.program.library import list_schedules, load_schedule
+    from fasim.views.lists import render_builds
 
-    rows = []
-    for name in [schedule] if schedule is not None else list_schedules():
-        home = load_schedule(name).home
-        for build in (load_build(home, found) for found in list_builds(home)):
-            star = "*" if build.default else ""
-            rows.append(
-                (build.schedule, f"{build.name}{star}", ", ".join(build.architectures), build.title, build.compiler)
-            )
-    print_table(("schedule", "build", "architectures", "what it is", "compiler"), rows)
+    names = [schedule] if schedule is not None else list_schedules()
+    homes = [load_schedule(name).home for name in names]
+    console_for().print(render_builds(load_build(home, name) for home in homes for name in list_builds(home)))
 
 
 @arch_app.command("check", epilog=_examples("arch"))

@@ -22,7 +22,7 @@ from fasim.program.ops import Mix
 
 #: How a number was found. ``source``: read in source code or documentation. ``counted``: in machine code or in
 #: executed opcodes. ``measured``: counters, cycle stamps or timed builds. ``residual``: what measurements of whole
-#: tiles leave over when everything else is simulated. ``assumed``: nobody looked.
+#: tiles or kernels leave over when everything else is simulated. ``assumed``: nobody looked at this kernel for it.
 Grade = Literal["source", "counted", "measured", "residual", "assumed"]
 GRADES = ("source", "counted", "measured", "residual", "assumed")
 
@@ -49,11 +49,16 @@ class Sourced(Table):
     source: Annotated[str, Field(min_length=1)]
     """Where the numbers were found: file and commit, machine code, data file, or what was assumed."""
     grade: Grade
-    grades: Mapping[str, Grade] = Field(default={})
-    """Grades of single kinds or rows (by number, from 0) that differ from ``grade``."""
 
 
-class TileRow(Table):
+class SourcedRow(Table):
+    """A row, which says ``source`` and ``grade`` only where they differ from those of its table."""
+
+    source: Annotated[str, Field(min_length=1)] | None = None
+    grade: Grade | None = None
+
+
+class TileRow(SourcedRow):
     """A row of the tile table."""
 
     when: When
@@ -76,6 +81,11 @@ class Tiles(Sourced):
     rows: Annotated[tuple[TileRow, ...], Field(strict=False, min_length=1)]
 
 
+def _check_grades(grades: Iterable[str], kinds: Iterable[str]) -> None:
+    for kind in set(grades) - set(kinds):
+        raise ValueError(f"grades.{kind}: unknown key{did_you_mean(kind, kinds)}")
+
+
 class Cost(Sourced):
     """One number, or one for each of several kinds."""
 
@@ -83,11 +93,14 @@ class Cost(Sourced):
     """What is counted, and per what: "cycles per tile"."""
     value: NonNegativeFloat | None = None
     by_kind: Mapping[str, NonNegativeFloat] = Field(default={})
+    grades: Mapping[str, Grade] = Field(default={})
+    """Grades of single kinds that differ from ``grade``."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Cost:
         if (self.value is None) != bool(self.by_kind):
             raise ValueError("expected either value or by_kind")
+        _check_grades(self.grades, self.by_kind)
         return self
 
 
@@ -98,15 +111,18 @@ class MixTable(Sourced):
     """What the counts are of: "tile", "score element", "block of K and V"."""
     mix: Counts | None = None
     by_kind: Mapping[str, Counts] = Field(default={})
+    grades: Mapping[str, Grade] = Field(default={})
+    """Grades of single kinds that differ from ``grade``."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> MixTable:
         if (self.mix is None) != bool(self.by_kind):
             raise ValueError("expected either mix or by_kind")
+        _check_grades(self.grades, self.by_kind)
         return self
 
 
-class Row(Table):
+class Row(SourcedRow):
     """A row of a table with columns of the schedule's own."""
 
     when: When = Field(default={})

@@ -51,6 +51,42 @@ class ScheduleLike(Protocol):
         """Its knobs by name."""
 
 
+class BuildLike(Protocol):
+    """What is shown of a build."""
+
+    @property
+    def schedule(self) -> str:
+        """What was compiled."""
+
+    @property
+    def name(self) -> str:
+        """As ``--build`` takes it."""
+
+    @property
+    def default(self) -> bool:
+        """Whether it is taken unless another is named."""
+
+    @property
+    def architectures(self) -> Sequence[str]:
+        """Those it was compiled for."""
+
+    @property
+    def title(self) -> str:
+        """What it is, in one line."""
+
+    @property
+    def compiler(self) -> str:
+        """Compiler and version."""
+
+
+def render_builds(builds: Iterable[BuildLike]) -> Table:
+    """One row for each build; defaults have a star."""
+    return plain_table(
+        ("schedule", "build", "architectures", "what it is", "compiler"),
+        ((b.schedule, b.name + "*" * b.default, ", ".join(b.architectures), b.title, b.compiler) for b in builds),
+    )
+
+
 def render_archs(archs: Iterable[Arch]) -> Table:
     """One row for each architecture."""
     return plain_table(
