@@ -16,7 +16,7 @@ from fasim.results.run import Run
 from fasim.studies.simulate import TraceSpec, simulate
 
 FA4 = load_schedule("fa4")
-GRID = importlib.import_module(FA4.function.__module__.replace(".fa4", "._fa4_grid"))
+GRID = importlib.import_module(FA4.variants[0].function.__module__.replace(".fa4", "._fa4_grid"))
 
 #: Tensor cycles of a block of 256 x 128.
 FLOOR = {"bf16": 2048, "fp8": 1024}
