@@ -7,7 +7,8 @@ Everything that a program, a notebook or a schedule file of your own needs is a 
     run = fasim.simulate("fa3", fasim.Problem(seqlen_q=8192), "h100", knobs={"pingpong": "off"})
     print(run.cycles, run.bottleneck)
 
-* What is computed, and on what: :class:`Problem`, :class:`Arch`, :func:`load_arch`, :func:`list_archs`.
+* What is computed, and on what: :class:`Problem` and its :class:`Mask` (:data:`FULL`, :data:`CAUSAL`), :class:`Arch`,
+  :func:`load_arch`, :func:`list_archs`.
 * Schedules: :func:`load_schedule`, :func:`list_schedules`; to write one, :class:`Kernel` and :func:`schedule`.
 * One run: :func:`simulate` returns a :class:`Run`, with a :class:`TraceSpec` also what each role did when.
 * Questions about runs: :func:`compare`, :func:`bounds`, :func:`explain`; many at once: :class:`Job`, :func:`run_all`.
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from fasim.errors import FasimError as FasimError
     from fasim.errors import ModelError as ModelError
     from fasim.errors import ToleranceError as ToleranceError
+    from fasim.problem import CAUSAL as CAUSAL
+    from fasim.problem import FULL as FULL
+    from fasim.problem import Mask as Mask
     from fasim.problem import Problem as Problem
     from fasim.program.language import Kernel as Kernel
     from fasim.program.library import Schedule as Schedule
@@ -88,7 +92,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "fasim.checker": ("Numerics",),
     "fasim.checker.check": ("check",),
     "fasim.errors": ("BudgetError", "ConfigError", "DeadlockError", "FasimError", "ModelError", "ToleranceError"),
-    "fasim.problem": ("Problem",),
+    "fasim.problem": ("CAUSAL", "FULL", "Mask", "Problem"),
     "fasim.program.language": ("Kernel",),
     "fasim.program.library": ("Schedule", "list_schedules", "load_schedule", "schedule"),
     "fasim.results.run": ("Run", "Trace"),

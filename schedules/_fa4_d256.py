@@ -61,7 +61,7 @@ def d256_kernel(k: Kernel, c: Config, layouts: Layouts) -> Kernel:
             commit(r, c, q_ring.empty)
             _pv_halves(r, c, tile, kv_ring, wait)
     with k.role("softmax", warpgroups=1, registers=c.registers[0]) as r:
-        softmax_role(r, c, tile)
+        softmax_role(k, r, c, tile)
     with k.role("correction", warpgroups=1, registers=c.registers[1]) as r:
         setup(r)
         with r.tiles():

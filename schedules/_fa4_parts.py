@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from fasim.kernels.blocks import kv_loops
 from fasim.numerics import Exp2
 from fasim.program.effects import (
     Effect,
@@ -127,13 +128,13 @@ def commit(r: Role, c: Config, done: Barrier) -> None:
 # --- softmax --------------------------------------------------------------------------------------------------------
 
 
-def softmax_role(r: Role, c: Config, tile: Tile) -> None:
+def softmax_role(k: Kernel, r: Role, c: Config, tile: Tile) -> None:
     """All blocks of a work tile; without tensor memory also the output."""
     setup(r)
     with r.tiles():
         r.delay("instruction fetch", FETCH_CYCLES / 2, "issue")
         _softmax_step(r, c, tile, masked=True)
-        for trips, masked in (("masked", True), ("full", False)):
+        for trips, masked in kv_loops(k.tiles):
             with r.loop(trips):
                 _softmax_step(r, c, tile, masked)
         if c.tmem:

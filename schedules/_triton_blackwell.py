@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fasim.kernels.blocks import kv_loops
 from fasim.program.effects import Effect, Mask, Matmul, Move, Probabilities, Rescale, Round, RowMax, RowSum
 from fasim.program.language import Barrier, Kernel, Role, arrived, committed, waited
 from fasim.program.ops import add_mixes
@@ -94,18 +95,18 @@ def blackwell(k: Kernel, cfg: Config) -> None:
     s_full, pv_done = k.barrier("S.full", 1), k.barrier("PV.done", 1)
     with k.role("program", warps=cfg.warps, registers=255) as c, c.tiles():
         load_q(c, cfg, q)
-        for mask in ("full", "masked"):
+        for region, masked in kv_loops(k.tiles, ascending=True):
             for tensor, trips in ((value, "ahead"), (key, "buffers")):
-                with c.loop(f"{mask} {trips}", "prefetch"):
+                with c.loop(f"{region} {trips}", "prefetch"):
                     prefetch(c, cfg, tensor, full)
-            with c.loop(f"{mask} any", "first QK"):
+            with c.loop(f"{region} any", "first QK"):
                 wait_copy(c, cfg, "K", full)
                 _tcgen05(c, cfg, "QK", cfg.n, cfg.d, s_full)
             # QK of a block is complete one iteration before its PV, so K is copied one block further ahead than V
             for trips, copied in (("both", (value, key)), ("last V", (value,)), ("drain", ()), ("any", ())):
-                with c.loop(f"{mask} {trips}", mask):
+                with c.loop(f"{region} {trips}", region):
                     c.wait_barrier(s_full, reason="dependency", label="wait QK")
-                    _scores(c, cfg, mask == "masked", s_full)
+                    _scores(c, cfg, masked, s_full)
                     _probabilities(c, cfg)
                     c.wait_barrier(pv_done, reason="dependency", ahead=1, label="wait PV")
                     wait_copy(c, cfg, "V", full)
@@ -141,12 +142,12 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
     s_free, p_full, maximum, o_ready = (k.barrier(name, 1) for name in ("S.free", "P.full", "maximum", "O.ready"))
     regions = k.barrier("region", 4, named=True)
 
-    def loops(role: Role, *trips: str) -> Iterator[tuple[str, str]]:
-        """The loops of both regions; each is a region of its own, at whose end the partitions meet."""
-        for mask in ("full", "masked"):
+    def loops(role: Role, *trips: str) -> Iterator[tuple[bool, str]]:
+        """The loops over KV blocks: are they masked? Each is a region of its own, at whose end the partitions meet."""
+        for region, masked in kv_loops(k.tiles, ascending=True):
             for name in trips:
-                with role.loop(f"{mask} {name}".strip(), mask):
-                    yield mask, name
+                with role.loop(f"{region} {name}".strip(), region):
+                    yield masked, name
             role.sync(regions, label="end of region")
 
     with k.role("load", warps=1, registers=24) as p, p.tiles():
@@ -181,10 +182,10 @@ def blackwell_specialized(k: Kernel, cfg: Config) -> None:
             c.arrive(o_ready)
     with k.role("softmax", warps=cfg.warps, registers=168) as s, s.tiles():
         cold(s, "setup", SETUP)
-        for mask, _ in loops(s, ""):
+        for masked, _ in loops(s, ""):
             s.wait_barrier(qk_done, reason="full", label="wait QK")
             alpha = Move("alpha", Smem("alpha", after=arrived(maximum), back=-1))
-            _scores(s, cfg, mask == "masked", qk_done, alpha)
+            _scores(s, cfg, masked, qk_done, alpha)
             s.arrive(s_free)
             s.arrive(maximum)
             _probabilities(s, cfg)

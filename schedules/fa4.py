@@ -256,7 +256,7 @@ def _kernel(k: Kernel, c: Config, layouts: Layouts) -> Kernel:
         _mma_role(k, r, c, tiles, q_ring, kv_ring)
     for i, tile in enumerate(tiles):
         with k.role(f"softmax{i}", warpgroups=1, registers=c.registers[0]) as r:
-            softmax_role(r, c, tile)
+            softmax_role(k, r, c, tile)
     if c.tmem:
         with k.role("correction", warpgroups=1, registers=c.registers[1]) as r:
             _correction_role(r, c, tiles)

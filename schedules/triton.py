@@ -32,7 +32,7 @@ import numpy as np
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.kernels import grid
-from fasim.kernels.blocks import BlockInfo
+from fasim.kernels.blocks import BlockInfo, kv_loops
 from fasim.problem import Problem
 from fasim.program.effects import Effect, Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum
 from fasim.program.language import Barrier, Kernel, Role
@@ -149,12 +149,12 @@ def _check(cfg: Config) -> None:
 
 
 def _grid(k: Kernel, cfg: Config, longest_first: bool) -> None:
-    """Tiles: query block fastest, then head and batch; trip counts of the two loops and of their pipelines."""
+    """Tiles: query block fastest, then head and batch; trip counts of the loops and of their pipelines."""
     cut = BlockInfo(k.problem, cfg.m, cfg.n)
     tiles = grid.longest_first(cut) if longest_first and k.problem.causal else grid.in_order(cut)
     blocks = cut.kv_blocks(tiles)
     k.tiles = {"q": cut.q_line(tiles), "kv": grid.kv_lines(cut, tiles, blocks.lowest)}
-    for name, trips in (("full", blocks.full), ("masked", blocks.masked)):
+    for name, trips in blocks.columns(ascending=True).items():
         ahead = np.minimum(trips, cfg.stages - 1)
         buffers, primed, first = (np.minimum(trips, most) for most in (cfg.stages, 2, 1))
         counts = {
@@ -186,15 +186,15 @@ def _pipelined(k: Kernel, cfg: Config) -> None:
     output_buffer(k, q, o)
     with k.role("program", warps=cfg.warps, registers=cfg.registers) as c, c.tiles():
         load_q(c, cfg, q)
-        for mask in ("full", "masked"):
-            if mask == "masked":
+        for number, (name, masked) in enumerate(kv_loops(k.tiles, ascending=True)):
+            if number > 0:
                 cold(c, "between the loops", BETWEEN)
-            with c.loop(f"{mask} ahead", "prefetch"):
+            with c.loop(f"{name} ahead", "prefetch"):
                 prefetch(c, cfg, key, full)
                 prefetch(c, cfg, value, full)
-            for trips, ahead in ((f"{mask} steady", True), (f"{mask} ahead", False)):
-                with c.loop(trips, mask):
-                    _step(c, cfg, full, mask == "masked")
+            for trips, ahead in ((f"{name} steady", True), (f"{name} ahead", False)):
+                with c.loop(trips, name):
+                    _step(c, cfg, full, masked)
                     if ahead:
                         barrier(c, cfg)
                         prefetch(c, cfg, key, full)
@@ -317,20 +317,20 @@ def _hopper_specialized(k: Kernel, cfg: Config) -> None:
     together = k.barrier("epilogue", groups, named=True)
     with k.role("load", warps=1, registers=24) as p, p.tiles():
         p.load(q_ring)
-        for trips in ("full", "masked"):
+        for trips, _ in kv_loops(k.tiles, ascending=True):
             with p.loop(trips):
                 p.load(k_ring)
                 p.load(v_ring)
     with k.role("program", warpgroups=groups, registers=cfg.registers) as c, c.tiles():
         cold(c, "setup", SETUP + SETUP_PER_OUTPUT * cfg.outputs)
         c.wait(q_ring)
-        for mask in ("full", "masked"):
-            with c.loop(mask):
+        for trips, masked in kv_loops(k.tiles, ascending=True):
+            with c.loop(trips):
                 c.wait(k_ring)
                 overhead(c, cfg)
                 _qk(c, cfg)
                 c.release(k_ring)
-                _softmax(c, cfg, mask == "masked")
+                _softmax(c, cfg, masked)
                 c.wait(v_ring)
                 _pv(c, cfg)
                 _row_sum(c, cfg)

@@ -68,13 +68,13 @@ class KVBlocks(NamedTuple):
         masked = 1 - left - full
         return KVBlocks(self.last, self.masked - masked, self.full - full, self.left - left), 1 - full
 
-    def columns(self) -> dict[str, IntArray]:
+    def columns(self, ascending: bool = False) -> dict[str, IntArray]:
         """Trip counts for the tile table: ``masked``, ``full`` and, only where a tile has such blocks, ``left``.
 
-        :func:`kv_loops` has the loops that go with them.
+        In the order of :func:`kv_loops`, which has the loops that go with them.
         """
-        columns = {"masked": self.masked, "full": self.full}
-        return columns | {"left": self.left} if self.left.any() else columns
+        columns = {"masked": self.masked, "full": self.full, **({"left": self.left} if self.left.any() else {})}
+        return dict(reversed(columns.items())) if ascending else columns
 
 
 def kv_loops(tiles: Mapping[str, IntArray], ascending: bool = False) -> list[tuple[str, bool]]:
