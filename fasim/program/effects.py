@@ -54,20 +54,16 @@ class Layout:
     order: Callable[[int, str, int], int] | None = None
 
 
-def row_blocks(heads: int, length: int, rows: int, columns: int, parts: int = 1, array: str | None = None) -> Layout:
-    """Layout of ``heads`` x blocks of ``rows`` rows, each cut into ``parts`` lines; the last block may be short."""
+def row_blocks(heads: int, length: int, rows: int, columns: int) -> Layout:
+    """Layout of ``heads`` x blocks of ``rows`` rows, a line each; the last block of a head may be short."""
     blocks = -(-length // rows)
-    part = rows // parts
 
     def region(line: int, tile: int) -> Region:
-        head, block = divmod(line // parts, blocks)
-        row = block * rows + line % parts * part + np.arange(part, dtype=np.int64)
+        head, block = divmod(line, blocks)
+        row = block * rows + np.arange(rows, dtype=np.int64)
         return Region(np.where(row < length, head * length + row, -1))
 
-    def share(line: int) -> tuple[float, float]:
-        return line % parts / parts, (line % parts + 1) / parts
-
-    return Layout(heads * length, columns, region, array, share)
+    return Layout(heads * length, columns, region)
 
 
 # --- effects ------------------------------------------------------------------------------------------------------
