@@ -28,7 +28,6 @@ from fasim.program.tiles import Smem
 
 from ._fa4_d256 import d256_kernel
 from ._fa4_grid import Layouts, Order, grid, rescales
-from ._fa4_hopper import hopper_kernel
 from ._fa4_parts import (
     FRAGMENT,
     commit,
@@ -47,9 +46,6 @@ from ._fa4_parts import (
 from ._fa4_tile import ROWS, Config, Tile, query_tile
 
 SMEM_BYTES = 224 * 1024  # for Q, K, V and O; barriers and scales of O have the rest
-
-#: accumulator, mma_order, early_p, softmax, conditional_rescale
-BLACKWELL_DEFAULTS = ("tmem", "interleaved", 0.75, True, True)
 
 #: Share of blocks that rescale O below 16 bits, where the threshold is 0. Random inputs give nearly all; FA4's counters
 #: refute that: FP8 has 17 (B200) and 8 (B300) FMA-pipe instructions a block and sub-core more than BF16, a rescale 128.
@@ -106,7 +102,7 @@ class Knobs:
     softmax: Annotated[bool, "off: no maximum, exponential, sum; data movement and barriers stay"] = True
 
 
-@schedule(architectures=("hopper", "blackwell"), dtypes=("bf16", "fp16", "fp8", "fp4"))
+@schedule(architectures=("blackwell",), dtypes=("bf16", "fp16", "fp8", "fp4"))
 def fa4(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     """FlashAttention-4 forward: TMEM accumulators, two query tiles, emulated exp2; CuTe kernels on Hopper."""
     exp2_emulation = knobs.exp2_emulation
@@ -126,13 +122,6 @@ def fa4(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     pack_gqa = knobs.pack_gqa
     softmax = knobs.softmax
     packed = problem.group > 1 if pack_gqa is None else pack_gqa
-    if arch.architecture == "hopper":
-        tuning = (exp2_emulation or None, emulation_frequency, emulation_residue, emulation_start, rescale_threshold)
-        choices = (rescale_rate, two_cta or None, query_tiles, hardware_row_max, scheduler)
-        others = (accumulator, mma_order, early_p, softmax, conditional_rescale)
-        if any(value is not None for value in (*tuning, *choices)) or others != BLACKWELL_DEFAULTS:
-            raise ConfigError(f"fa4 on {arch.name}: of the knobs only 'pack_gqa' exists on Hopper")
-        return hopper_kernel(problem, arch, packed)
     d, dv = problem.head_dim, problem.head_dim_v
     big, tmem = d == 256, accumulator == "tmem"
     if d % 16 or dv % 16 or not (max(d, dv) <= 128 or (d, dv) in ((192, 128), (256, 256))):

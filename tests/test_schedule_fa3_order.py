@@ -47,7 +47,9 @@ def test_fa3_has_the_counted_instructions(shape, knobs):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_fa4_on_hopper_has_the_counted_instructions(head_dim, causal):
-    kernel, body = loop_body("fa4", "consumer", "steps", Problem(seqlen_q=4096, head_dim=head_dim, causal=causal))
+    kernel, body = loop_body(
+        "fa4", "consumer", "masked" if causal else "full", Problem(seqlen_q=4096, head_dim=head_dim, causal=causal)
+    )
     e, half = kernel.knobs["tile_n"] / 2, head_dim / 2
     found = counts(body)
     expected = {"fmnmx": e + 4, "shfl": 4, "ffma": e + 2, "ex2": e + 2, "fadd": e + 2, "fmul": half + 4, "f2fp": e / 2}

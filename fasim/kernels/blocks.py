@@ -68,6 +68,11 @@ class KVBlocks(NamedTuple):
         masked = 1 - left - full
         return KVBlocks(self.last, self.masked - masked, self.full - full, self.left - left), 1 - full
 
+    def all_masked(self) -> KVBlocks:
+        """The same blocks where the kernel runs the masked code in all of them (FA4 on Hopper under a causal mask)."""
+        none = np.zeros_like(self.full)
+        return KVBlocks(self.last, self.visited, none, none)
+
     def columns(self, ascending: bool = False) -> dict[str, IntArray]:
         """Trip counts for the tile table: ``masked``, ``full`` and, only where a tile has such blocks, ``left``.
 

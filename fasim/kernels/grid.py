@@ -14,6 +14,7 @@ import numpy as np
 from fasim.kernels.blocks import BlockInfo, WorkTiles
 from fasim.problem import Problem
 from fasim.problem.masks import IntArray
+from fasim.program.language import Kernel
 
 
 def in_order(cut: BlockInfo, heads_outside: bool = False) -> WorkTiles:
@@ -80,3 +81,20 @@ def kv_lines(cut: BlockInfo, tiles: WorkTiles, n_block: IntArray, cluster: int =
     """
     part = cut.kv_line(tiles.pair, n_block) * column_parts + column_parts - 1
     return part * cluster + cluster_rank(tiles, cluster)
+
+
+def peeled(k: Kernel, cut: BlockInfo, tiles: WorkTiles, more_masked: int = 0, mask_all: bool = False) -> None:
+    """Fill the tile table of a kernel that peels the first KV block of a tile, the one with the last keys.
+
+    Columns: ``masked``, ``full`` (and ``left``) count the other blocks, see :func:`kv_loops`; ``q``, ``kv``,
+    ``partial`` are the first lines. Lines of Q are numbered as tiles are handed out, with splits as in the tensor.
+    ``more_masked``: see :meth:`BlockInfo.kv_blocks`; ``mask_all``: see :meth:`KVBlocks.all_masked`.
+    """
+    blocks = cut.kv_blocks(tiles, more_masked)
+    rest = blocks.after_first()
+    k.tiles = {
+        **(rest.all_masked() if mask_all else rest).columns(),
+        "q": cut.q_line(tiles) if cut.num_splits > 1 else q_lines(tiles),
+        "kv": kv_lines(cut, tiles, blocks.last, k.cluster),
+        "partial": cut.partial_line(tiles),
+    }

@@ -67,15 +67,15 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Ring:
-    """A staged buffer with full and empty barriers, filled by ``copies`` copies of ``tensor`` a stage.
+class Stages:
+    """A staged buffer with a full barrier per stage, filled by ``copies`` copies of ``tensor`` a stage.
 
-    As an operand it is the stage that the role waited for last.
+    That a stage is free again is said by the program's order (software pipelining). As an operand it is the stage that
+    the role waited for last.
     """
 
     buffer: Buffer
     full: Barrier
-    empty: Barrier
     tensor: Tensor
     copy_bytes: int
     multicast: bool
@@ -85,10 +85,17 @@ class Ring:
 
     @property
     def tile(self) -> Tile:
-        """The stage that the role waited for last. Raises ConfigError for a ring of plain bytes."""
+        """The stage that the role waited for last. Raises ConfigError for a buffer of plain bytes."""
         if self.shape is None:
-            raise ConfigError(f"ring '{self.buffer.name}' holds plain bytes: give it a Shape to use it in a product")
+            raise ConfigError(f"buffer '{self.buffer.name}' holds plain bytes: give it a Shape to use it in a product")
         return Tile(Smem(self.buffer.name, after=waited(self.full)), self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring(Stages):
+    """Stages with an empty barrier each as well, by which consumers give them back to who fills them."""
+
+    empty: Barrier
 
 
 def waited(barrier: Barrier, instance: Instance = "shared") -> Cursor:

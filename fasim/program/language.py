@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.declarations import Barrier, Buffer, Region, Ring, Tensor, arrived, committed, waited
+from fasim.program.declarations import Barrier, Buffer, Region, Ring, Stages, Tensor, arrived, committed, waited
 from fasim.program.effects import Layout
 from fasim.program.ops import Loop, Only, Op, TileLoop
 from fasim.program.role import Group, Role
@@ -36,6 +36,7 @@ __all__ = [
     "Role",
     "Shape",
     "Smem",
+    "Stages",
     "Tensor",
     "Tile",
     "Tmem",
@@ -141,11 +142,29 @@ class Kernel:
         nbytes = shape.bytes if isinstance(shape, Shape) else int(shape)
         if boxes is None:
             boxes = shape.boxes if isinstance(shape, Shape) else 1
-        buffer = self.smem(name, nbytes, stages)
-        full = self.barrier(f"{name}.full", share * copies, stages)
-        empty = self.barrier(f"{name}.empty", consumers * share, stages)
+        return Ring(
+            buffer=self.smem(name, nbytes, stages),
+            full=self.barrier(f"{name}.full", share * copies, stages),
+            empty=self.barrier(f"{name}.empty", consumers * share, stages),
+            tensor=tensor,
+            copy_bytes=nbytes // share // copies,
+            multicast=multicast,
+            boxes=boxes,
+            shape=shape if isinstance(shape, Shape) else None,
+            copies=copies,
+        )
+
+    def stages(
+        self, tensor: Tensor, shape: Shape | int, stages: int, name: str | None = None, boxes: int | None = None
+    ) -> Stages:
+        """A staged buffer with full barriers only, see :class:`Stages`; ``shape``, ``name``, ``boxes`` as of a ring."""
+        name = name or tensor.name
+        nbytes = shape.bytes if isinstance(shape, Shape) else int(shape)
+        buffer, full = self.smem(name, nbytes, stages), self.barrier(f"{name}.full", 1, stages)
         kept = shape if isinstance(shape, Shape) else None
-        return Ring(buffer, full, empty, tensor, nbytes // share // copies, multicast, boxes, kept, copies)
+        if boxes is None:
+            boxes = kept.boxes if kept else 1
+        return Stages(buffer, full, tensor, nbytes, False, boxes, kept)
 
     @contextmanager
     def role(self, name: str, *, warps: int = 0, warpgroups: int = 0, count: int = 1, registers: int) -> Iterator[Role]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from fasim.program.declarations import Barrier, Instance, Ring, Tensor, selected
+from fasim.program.declarations import Barrier, Instance, Ring, Stages, Tensor, selected
 from fasim.program.effects import Effect, Load, Matmul
 from fasim.program.ops import (
     Arrive,
@@ -95,17 +95,17 @@ class Role:
 
     def fill(
         self,
-        ring: Ring,
+        ring: Stages,
         engine: CopyEngine = "tma",
         tensor: Tensor | None = None,
         boxes: int | None = None,
         part: int = 0,
     ) -> None:
-        """Start a copy into the ring's next stage, which something else than its empty barrier says to be free."""
+        """Start a copy into the next stage, which something else than an empty barrier says to be free."""
         source = tensor or ring.tensor
         self.record(
             Copy(
-                f"load {source.name}",
+                f"load {tensor.name if tensor else ring.buffer.name}",
                 source.name,
                 ring.copy_bytes if tensor is None else tensor.line_bytes,
                 "load",
@@ -117,12 +117,12 @@ class Role:
             )
         )
 
-    def wait(self, ring: Ring, polled: bool = True) -> None:
+    def wait(self, ring: Stages, polled: bool = True) -> None:
         """Consumer: wait until the next stage of ``ring`` is full. ``polled``: see ``ops.Wait``."""
         use = BarrierUse(ring.full.name, ring.full.stages)
         self.record(Wait(f"wait {ring.buffer.name}", use, "full", polled=polled))
 
-    def wait_filled(self, ring: Ring, reason: str = "memory") -> None:
+    def wait_filled(self, ring: Stages, reason: str = "memory") -> None:
         """Wait for the oldest :meth:`fill` by the role's own threads (cp.async.wait_group), which costs no polling."""
         use = BarrierUse(ring.full.name, ring.full.stages)
         self.record(Wait(f"wait {ring.buffer.name}", use, reason, named=True))
@@ -177,8 +177,8 @@ class Role:
     def gemm(
         self,
         label: str,
-        a: Tile | Ring,
-        b: Tile | Ring,
+        a: Tile | Stages,
+        b: Tile | Stages,
         into: Tile,
         *,
         add: bool = False,
@@ -191,14 +191,14 @@ class Role:
     ) -> Group:
         """``into`` = ``a`` x ``b`` (``transposed``: x b transposed; ``add``: added), issued and committed as one group.
 
-        ``a`` (rows x depth) and ``b`` (depth x columns, or columns x depth) are tiles, or rings whose stage the role
-        waited for. Derived: the instruction's shape (64 rows for an accumulator in registers, all rows of the tile in
-        tensor memory, 256 bits of depth), their number, where ``a`` comes from, the type, the effect. ``steps``: only
-        the instructions (first, last) along the depth, where other work stands between them; ``takes_effect`` for the
-        last of such parts. ``pair``: over two CTAs, ``into`` counts the rows of both. ``done``: arrived at when the
-        group is complete. ``slots``: issue slots per instruction.
+        ``a`` (rows x depth) and ``b`` (depth x columns, or columns x depth) are tiles, or staged buffers whose stage
+        the role waited for. Derived: the instruction's shape (64 rows for an accumulator in registers, all rows of the
+        tile in tensor memory, 256 bits of depth), their number, where ``a`` comes from, the type, the effect.
+        ``steps``: only the instructions (first, last) along the depth, where other work stands between them;
+        ``takes_effect`` for the last of such parts. ``pair``: over two CTAs, ``into`` counts the rows of both.
+        ``done``: arrived at when the group is complete. ``slots``: issue slots per instruction.
         """
-        a, b = (x.tile if isinstance(x, Ring) else x for x in (a, b))
+        a, b = (x.tile if isinstance(x, Stages) else x for x in (a, b))
         k = MMA_DEPTH_BITS // FORMAT_BITS[a.shape.format]
         rows = into.shape.rows if isinstance(into.place, Tmem) else WGMMA_ROWS
         first, last = steps or (0, -(-a.shape.columns // k))
