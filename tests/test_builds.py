@@ -140,8 +140,8 @@ def test_a_users_build(tmp_path):
             "mine.toml: loops.x.runs.0.share: unknown key; did you mean 'shares'?",
         ),
         (
-            '[loops.x]\nregion = "serail"\nrows_first = 1\nruns = []\ngrade = "counted"\nsource = "mine"',
-            "mine.toml: loops.region.serail: unknown key; did you mean 'serial'?",
+            '[loops.x]\nregion = "sofmax"\nrows_first = 1\nruns = []\ngrade = "counted"\nsource = "mine"',
+            "mine.toml: loops.region.sofmax: unknown key; did you mean 'softmax'?",
         ),
         (
             '[costs.setup]\ngrades = { fp4 = "assumed" }\ngrade = "measured"\nsource = "mine"',
@@ -280,14 +280,15 @@ def test_columns_come_from_the_first_row_that_states_them(tmp_path, build):
 
 
 def test_loops(build):
-    early, late = build.loop("overlapped", head_dim=256).split("wait PV")
+    facts = {"dtype": "bf16", "p_in_registers": True}
+    early, late = build.loop("softmax", overlap=True, head_dim=256, **facts).split("wait PV")
     assert [run.label for run in early] == ["row max 2, exp", "exp, sum", "scale S and O, exp"]
     assert [run.label for run in late] == ["scale S and O, exp"]
     assert late[0].shares["f2fp"] == 0.65
-    serial = build.loop("serial", head_dim=128)
+    serial = build.loop("softmax", overlap=False, head_dim=128, **facts)
     assert serial.split("wait PV") == ((), serial.runs), "no mark: everything is after it"
-    assert build.loop("serial", head_dim=80) is serial, "the next larger head dimension"
-    assert build.loop("serial", head_dim=256) is serial, "the largest that was counted"
+    assert build.loop("softmax", overlap=False, head_dim=80, **facts) is serial, "the next larger head dimension"
+    assert build.loop("softmax", overlap=False, head_dim=256, **facts) is serial, "the largest that was counted"
     with pytest.raises(ConfigError, match=r"2026.toml: loops: no region 'parallel'"):
         build.loop("parallel", head_dim=64)
 

@@ -373,14 +373,14 @@ MUTATIONS = [
     # --- Hopper
     Mutation(
         "no rescale on Hopper",
-        replace_effect(At("consumer", "scale S and O, exp", behind="release V"), Rescale),
+        replace_effect(At("consumer", "scale S and O, exp", inside="full", behind="release V"), Rescale),
         "scale",
         "a rescale is missing or twice",
         arch="h100",
     ),
     Mutation(
         "P packed while PV reads it",
-        drop(At("consumer", "wait PV", behind="release K")),
+        drop(At("consumer", "wait PV", inside="full", behind="release K")),
         "race",
         "overwrites register P that consumer0 'PV' (",
         arch="h100",

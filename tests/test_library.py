@@ -63,9 +63,17 @@ def refusal(function, *args) -> str:
 
 # --- what is shipped -----------------------------------------------------------------------------------------
 def test_list_is_the_folder():
-    names = [path.stem for path in sorted(schedule_folder().glob("*.py")) if not path.stem.startswith("_")]
-    assert list_schedules() == names
-    assert "fa3" in names
+    files = [path.stem for path in schedule_folder().glob("*.py") if not path.stem.startswith("_")]
+    assert list_schedules() == sorted({name.partition("_sm")[0] for name in files})
+    assert {"fa3", "fa4_sm90"} <= set(files)
+
+
+def test_chip_and_problem_pick_the_kernel_and_its_knobs():
+    fa4 = load_schedule("fa4")
+    assert list(fa4.knobs_on(load_arch("h100"))) == ["pack_gqa", "build"]
+    assert "two_cta" in fa4.knobs_on(load_arch("b200"))
+    assert {"pack_gqa", "two_cta"} <= set(fa4.knobs)
+    assert "unknown knob 'two_cta'" in refusal(fa4.build, Problem(), load_arch("h100"), {"two_cta": "on"})
 
 
 @pytest.mark.parametrize("name", list_schedules())
