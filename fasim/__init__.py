@@ -9,7 +9,8 @@ Everything that a program, a notebook or a schedule file of your own needs is a 
 
 * What is computed, and on what: :class:`Problem` and its :class:`Mask` (:data:`FULL`, :data:`CAUSAL`), :class:`Arch`,
   :func:`load_arch`, :func:`list_archs`.
-* Schedules: :func:`load_schedule`, :func:`list_schedules`; to write one, :class:`Kernel` and :func:`schedule`.
+* Schedules: :func:`load_schedule`, :func:`list_schedules`; to write one, :class:`Kernel`, :func:`schedule` and
+  :mod:`kernels`, what attention kernels have in common.
 * One run: :func:`simulate` returns a :class:`Run`, with a :class:`TraceSpec` also what each role did when.
 * Questions about runs: :func:`compare`, :func:`bounds`, :func:`explain`; many at once: :class:`Job`, :func:`run_all`.
 * Is it right? :func:`check` (races, deadlock, values), :func:`validate` (against measured times), :func:`calibrate`.
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from fasim.results.shown import show_with
 
 if TYPE_CHECKING:
+    from fasim import kernels as kernels
     from fasim import numerics as numerics
     from fasim.analysis.bounds import Bounds as Bounds
     from fasim.analysis.bounds import bounds as bounds
@@ -119,13 +121,15 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _MODULE = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted([*_MODULE, "numerics"])
+_ROOMS = ("kernels", "numerics")
+
+__all__ = sorted([*_MODULE, *_ROOMS])
 
 if not TYPE_CHECKING:  # a type checker shall complain of a name that does not exist
 
     def __getattr__(name: str) -> Any:
-        if name == "numerics":
-            return importlib.import_module("fasim.numerics")
+        if name in _ROOMS:
+            return importlib.import_module(f"fasim.{name}")
         if name not in _MODULE:
             raise AttributeError(f"module 'fasim' has no attribute '{name}'")
         return getattr(importlib.import_module(_MODULE[name]), name)

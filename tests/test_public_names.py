@@ -68,7 +68,10 @@ def test_a_type_checker_sees_the_names_that_there_are():
         (node.module, alias.name) for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
     assert all(alias.asname == alias.name for node in guarded.body for alias in node.names)  # re-exported
-    assert imported == {*((module, name) for name, module in fasim._MODULE.items()), ("fasim", "numerics")}
+    assert imported == {
+        *((module, name) for name, module in fasim._MODULE.items()),
+        *(("fasim", room) for room in fasim._ROOMS),
+    }
 
 
 @pytest.mark.parametrize("name", fasim.__all__)
@@ -77,8 +80,8 @@ def test_every_name_is_there_and_says_what_it_is(name):
     assert inspect.getdoc(found)
     assert name in dir(fasim)
     # A module of that name would take the place of a function as soon as something imports it.
-    assert name == "numerics" or not inspect.ismodule(found)
-    assert name == "numerics" or (not (ROOT / "fasim" / name).exists() and not (ROOT / "fasim" / f"{name}.py").exists())
+    assert inspect.ismodule(found) == (name in fasim._ROOMS)
+    assert name in fasim._ROOMS or not {name, f"{name}.py"} & {path.name for path in (ROOT / "fasim").iterdir()}
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -224,7 +224,8 @@ def list_schedules() -> None:
     from fasim.program.library import list_schedules, load_schedule
     from fasim.views.lists import render_schedules
 
-    console_for().print(render_schedules(map(load_schedule, list_schedules())))
+    schedules = map(load_schedule, list_schedules())
+    console_for().print(render_schedules((s.name, s.architectures, s.summary) for s in schedules))
 
 
 @list_app.command("knobs", epilog=_examples("list"))
@@ -240,8 +241,9 @@ def list_knobs(
     from fasim.program.library import list_schedules, load_schedule
     from fasim.views.lists import render_knobs
 
-    names = [schedule] if schedule is not None else list_schedules()
-    console_for().print(render_knobs(map(load_schedule, names)))
+    schedules = map(load_schedule, [schedule] if schedule is not None else list_schedules())
+    knobs = ((s.name, k.name, k.default, k.doc, k.choices) for s in schedules for k in s.knobs.values())
+    console_for().print(render_knobs(knobs))
 
 
 @list_app.command("builds", epilog=_examples("list"))
@@ -258,9 +260,11 @@ def list_builds(
     from fasim.program.library import list_schedules, load_schedule
     from fasim.views.lists import render_builds
 
-    names = [schedule] if schedule is not None else list_schedules()
-    homes = [load_schedule(name).home for name in names]
-    console_for().print(render_builds(load_build(home, name) for home in homes for name in list_builds(home)))
+    homes = [load_schedule(name).home for name in ([schedule] if schedule is not None else list_schedules())]
+    builds = [load_build(home, name) for home in homes for name in list_builds(home)]
+    console_for().print(
+        render_builds((b.schedule, b.name, b.default, b.architectures, b.title, b.compiler) for b in builds)
+    )
 
 
 @arch_app.command("check", epilog=_examples("arch"))

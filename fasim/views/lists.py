@@ -1,90 +1,13 @@
-"""What there is to run, and on what: the tables of ``fasim list``."""
+"""What there is to run, and on what: the tables of ``fasim list``, made of plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from rich.table import Table
 from rich.text import Text
 
 from fasim.arch import Arch
-
-
-class KnobLike(Protocol):
-    """What is shown of a knob."""
-
-    @property
-    def name(self) -> str:
-        """As ``--knob`` takes it."""
-
-    @property
-    def default(self) -> object:
-        """The value unless given."""
-
-    @property
-    def doc(self) -> str:
-        """What it does."""
-
-    @property
-    def choices(self) -> Sequence[object]:
-        """All values that there are; empty where any value of the type is one."""
-
-
-class ScheduleLike(Protocol):
-    """What is shown of a schedule."""
-
-    @property
-    def name(self) -> str:
-        """As ``fasim run`` takes it."""
-
-    @property
-    def summary(self) -> str:
-        """What it is, in one line."""
-
-    @property
-    def architectures(self) -> Sequence[str]:
-        """Those it runs on."""
-
-    @property
-    def knobs(self) -> Mapping[str, KnobLike]:
-        """Its knobs by name."""
-
-
-class BuildLike(Protocol):
-    """What is shown of a build."""
-
-    @property
-    def schedule(self) -> str:
-        """What was compiled."""
-
-    @property
-    def name(self) -> str:
-        """As ``--build`` takes it."""
-
-    @property
-    def default(self) -> bool:
-        """Whether it is taken unless another is named."""
-
-    @property
-    def architectures(self) -> Sequence[str]:
-        """Those it was compiled for."""
-
-    @property
-    def title(self) -> str:
-        """What it is, in one line."""
-
-    @property
-    def compiler(self) -> str:
-        """Compiler and version."""
-
-
-def render_builds(builds: Iterable[BuildLike]) -> Table:
-    """One row for each build; defaults have a star."""
-    return plain_table(
-        ("schedule", "build", "architectures", "what it is", "compiler"),
-        ((b.schedule, b.name + "*" * b.default, ", ".join(b.architectures), b.title, b.compiler) for b in builds),
-    )
 
 
 def render_archs(archs: Iterable[Arch]) -> Table:
@@ -95,22 +18,32 @@ def render_archs(archs: Iterable[Arch]) -> Table:
     )
 
 
-def render_schedules(schedules: Iterable[ScheduleLike]) -> Table:
-    """One row for each schedule."""
+def render_schedules(schedules: Iterable[tuple[str, Sequence[str], str]]) -> Table:
+    """One row for each schedule: name, architectures, what it is."""
     return plain_table(
         ("schedule", "architectures", "what it is"),
-        ((schedule.name, ", ".join(schedule.architectures), schedule.summary) for schedule in schedules),
+        ((name, ", ".join(architectures), summary) for name, architectures, summary in schedules),
     )
 
 
-def render_knobs(schedules: Iterable[ScheduleLike]) -> Table:
-    """One row for each knob of each schedule."""
+def render_knobs(knobs: Iterable[tuple[str, str, object, str, Sequence[object]]]) -> Table:
+    """One row for each knob: schedule, name, default, what it does, the choices if only some values are allowed."""
     return plain_table(
         ("schedule", "knob", "default", "what it does"),
         (
-            (schedule.name, knob.name, knob_text(knob.default), knob.doc + _choices(knob))
-            for schedule in schedules
-            for knob in schedule.knobs.values()
+            (schedule, name, knob_text(default), f"{doc} ({', '.join(map(str, choices))})" if choices else doc)
+            for schedule, name, default, doc, choices in knobs
+        ),
+    )
+
+
+def render_builds(builds: Iterable[tuple[str, str, bool, Sequence[str], str, str]]) -> Table:
+    """One row for each build: schedule, name, whether it is the default, architectures, what it is, compiler."""
+    return plain_table(
+        ("schedule", "build", "architectures", "what it is", "compiler"),
+        (
+            (schedule, f"{name}{'*' if default else ''}", ", ".join(architectures), title, compiler)
+            for schedule, name, default, architectures, title, compiler in builds
         ),
     )
 
@@ -136,7 +69,3 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
-
-
-def _choices(knob: KnobLike) -> str:
-    return f" ({', '.join(map(str, knob.choices))})" if knob.choices else ""
