@@ -11,6 +11,7 @@ Everything that a program, a notebook or a schedule file of your own needs is a 
   :func:`load_arch`, :func:`list_archs`.
 * Schedules: :func:`load_schedule`, :func:`list_schedules`; to write one, :class:`Kernel`, :func:`schedule` and
   :mod:`kernels`, what attention kernels have in common.
+* What compilers made of them: a :class:`Build`, :func:`load_build`, :func:`list_builds`.
 * One run: :func:`simulate` returns a :class:`Run`, with a :class:`TraceSpec` also what each role did when.
 * Questions about runs: :func:`compare`, :func:`bounds`, :func:`explain`; many at once: :class:`Job`, :func:`run_all`.
 * Is it right? :func:`check` (races, deadlock, values), :func:`validate` (against measured times), :func:`calibrate`.
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from fasim.problem import FULL as FULL
     from fasim.problem import Mask as Mask
     from fasim.problem import Problem as Problem
+    from fasim.program.builds import Build as Build
+    from fasim.program.builds import list_builds as list_builds
+    from fasim.program.builds import load_build as load_build
     from fasim.program.language import Kernel as Kernel
     from fasim.program.library import Schedule as Schedule
     from fasim.program.library import list_schedules as list_schedules
@@ -95,6 +99,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "fasim.checker.check": ("check",),
     "fasim.errors": ("BudgetError", "ConfigError", "DeadlockError", "FasimError", "ModelError", "ToleranceError"),
     "fasim.problem": ("CAUSAL", "FULL", "Mask", "Problem"),
+    "fasim.program.builds": ("Build", "list_builds", "load_build"),
     "fasim.program.language": ("Kernel",),
     "fasim.program.library": ("Schedule", "list_schedules", "load_schedule", "schedule"),
     "fasim.results.run": ("Run", "Trace"),

@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import fasim
 from fasim.arch import load_arch
 from fasim.cli import app
 from fasim.errors import ConfigError
@@ -69,6 +70,23 @@ def test_one_default_for_each_architecture(schedule):
     defaults = [architecture for build in builds if build.default for architecture in build.architectures]
     assert sorted(defaults) == sorted(set(defaults))
     assert {a for build in builds for a in build.architectures} == set(defaults)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_kernels_ask_for_every_number(schedule):
+    takes_build = {
+        architecture: variant.takes_build
+        for variant in load_schedule(schedule).variants
+        for architecture in variant.marked.architectures
+    }
+    files = [*data_folder("schedules").glob("*.py"), *Path(fasim.__file__).parent.rglob("*.py")]
+    code = "".join(path.read_text() for path in files)
+    for build in (load_build(schedule, name) for name in list_builds(schedule)):
+        if not all(takes_build[architecture] for architecture in build.architectures):
+            continue  # its numbers are still in Python, see test_builds_constants.py
+        names = [name for section in ("costs", "mixes", "tables") for name in getattr(build, section)]
+        names += [loop.region for loop in build.loops.values()] + list(build.features)
+        assert [name for name in names if f'"{name}"' not in code] == []
 
 
 def test_choose():
@@ -221,20 +239,20 @@ def test_the_knob_lists_the_builds_of_an_architecture(own):
 
 
 def test_command_line(own, tmp_path):
-    def fasim(*command: str) -> Result:
+    def call(*command: str) -> Result:
         return CliRunner().invoke(app, list(command))
 
-    listed = fasim("list", "builds", str(own.path))
+    listed = call("list", "builds", str(own.path))
     assert listed.exit_code == 0
     assert [line.split()[:3] for line in listed.output.splitlines() if "Title" in line] == [
         ["own", "one*", "hopper"],
         ["own", "two", "hopper,"],
     ]
-    shown = fasim("list", "builds").output
+    shown = call("list", "builds").output
     assert all(schedule in shown for schedule in SCHEDULES)
     mine = write(tmp_path, 'base = "two"\n[cost.x]\n')
     for option in (["--build", str(mine)], ["--knob", f"build={mine}"]):
-        failed = fasim("run", str(own.path), "--arch", "h100", *option)
+        failed = call("run", str(own.path), "--arch", "h100", *option)
         assert isinstance(failed.exception, ConfigError) and failed.exception.exit_code == 2
         assert "mine.toml: cost: unknown key; did you mean 'costs'?" in str(failed.exception)
 

@@ -187,7 +187,7 @@ def _long_errors(data: Path, rows: Iterable[Row]) -> FloatArray:
 
 
 def _origin(data: Sequence[Path], fit: KernelFit) -> str:
-    """Digest of all that the errors depend on: data, architectures, schedules, version."""
+    """Digest of all that the errors depend on: data, architectures, schedules, builds, version."""
     from fasim.arch import list_archs, load_arch
     from fasim.program.library import schedule_folder
 
@@ -195,7 +195,7 @@ def _origin(data: Sequence[Path], fit: KernelFit) -> str:
     digest.update(repr([parameter.key for parameter in fit.parameters]).encode())
     digest.update("".join(load_arch(name).digest for name in list_archs()).encode())
     try:
-        for path in (*data, *sorted(schedule_folder().glob("*.py"))):
+        for path in (*data, *sorted(schedule_folder().rglob("*.py")), *sorted(schedule_folder().rglob("*.toml"))):
             digest.update(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot read: {error.strerror}") from None
