@@ -79,15 +79,27 @@ def cycles(k: Kernel) -> float:
     return both(k).ticks / im.TICKS
 
 
-def log(k: Kernel, *, sm: int | None = None, units: bool = True) -> list[str]:
-    """What happened, one line a slice in order of start: ``"100-104 producer: load K (issue)"``."""
-    image = lower(k, TOY_MHZ)
+def log(k: Kernel, *, sm: int | None = None, units: bool = True, causes: bool = False) -> list[str]:
+    """What happened, one line a slice in order of start: ``"100-104 producer: load K (issue)"``.
+
+    With ``causes`` each line that was released ends in the one it was released by, after an arrow.
+    """
+    trace = both(k).trace.tolist()
+    lines = _lines(lower(k, TOY_MHZ), trace, sm)
+    shown = []
+    for line, row in zip(lines, trace, strict=True):
+        if (sm is not None and row[im.T_SM] != sm) or (row[im.T_KIND] == UNIT_SLICE and not units):
+            continue
+        released = causes and row[im.T_CAUSE] != im.NO_CAUSE
+        shown.append(f"{line} <- {lines[row[im.T_CAUSE]]}" if released else line)
+    return shown
+
+
+def _lines(image: Image, trace: list[list[int]], sm: int | None) -> list[str]:
     tracks = [*image.agents, "tensor", "tma"]
     lines = []
-    for row in both(k).trace.tolist():
+    for row in trace:
         kind = row[im.T_KIND]
-        if (sm is not None and row[im.T_SM] != sm) or (kind == UNIT_SLICE and not units):
-            continue
         start, end = (f"{row[column] / im.TICKS:g}" for column in (im.T_START, im.T_END))
         where = f"SM{row[im.T_SM]} " if sm is None and image.machine.groups * image.machine.cluster > 1 else ""
         where += f"slot{row[im.T_SLOT]} " if image.machine.slots > 1 else ""

@@ -47,7 +47,7 @@ class Recorder:
 
     def _add(self, start: int, end: int, track: int, name: str, kind: int, at: tuple[int, int], owner: int) -> None:
         ticks = start * TICKS, end * TICKS
-        self.rows.append((*ticks, self.sm, self.slot, track, NAMES.index(name), kind, *at, owner))
+        self.rows.append((*ticks, self.sm, self.slot, track, NAMES.index(name), kind, *at, owner, -1))
 
 
 def _softmax(rec: Recorder, c: int, at: tuple[int, int]) -> int:

@@ -48,6 +48,7 @@ def role_trace(*slices: tuple[str, str, int, int], tile: int = 0) -> Trace:
         tile=zeros + tile,
         iteration=zeros,
         owner=zeros - 1,
+        cause=zeros - 1,
     )
 
 

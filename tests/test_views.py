@@ -46,7 +46,7 @@ def make_trace(slices: list[tuple[int, int, str, str]], tracks: tuple[str, ...] 
     for start, end, track, what in sorted(slices):
         kind = REASONS.index(what) if what in REASONS else UNIT_SLICE
         owner = tracks.index(what) if what in tracks else -1
-        rows.append((start, end, 0, 0, tracks.index(track), 0, kind, 0, -1, owner))
+        rows.append((start, end, 0, 0, tracks.index(track), 0, kind, 0, -1, owner, -1))
     return Trace(1, tracks, ("op",), *np.array(rows, dtype=np.int64).T)
 
 

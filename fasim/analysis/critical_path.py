@@ -1,10 +1,10 @@
 """The critical path of one SM: which work, which hand-over, which unit the end of the run waited for.
 
-The slices of a trace are the nodes of a graph. A slice follows the one before it on its role; a wait follows what ended
-it: the slice of another role, the MMA or the copy whose end lies exactly one hand-over latency of the chip before the
-end of the wait; an MMA follows the one before it on a busy tensor core, else the role that issued it. Walking from the
-last slice back along what each one followed gives the critical path; the time between the ends of two neighbours on it
-is charged to the later one, so the path adds up to the time it spans.
+The slices of a trace are the nodes of a graph. A slice follows the one before it on its role. One that was released
+follows its recorded cause: the slice of the role that arrived last at the barrier, the MMA or the copy that completed,
+the work that had the pipe. An MMA follows the one before it on a busy tensor core, else the role that issued it.
+Walking from the last slice back along what each one followed gives the critical path; the time between the ends of
+two neighbours on it is charged to the later one, so the path adds up to the time it spans.
 
 The *loop-carried bound* is the longest path through one steady stretch of iterations if nobody queued: without the
 edges of a busy tensor core or pipe between roles. It is the time of an iteration that more units would not shorten.
@@ -13,20 +13,17 @@ edges of a busy tensor core or pipe between roles. It is the time of an iteratio
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import networkx as nx
 import numpy as np
 
-from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.results.reasons import REASONS, UNIT_SLICE
 from fasim.results.run import IntArray, Trace
 
-#: Reasons that end with something another role or unit did.
-_WAITS = tuple(REASONS.index(reason) for reason in ("dependency", "barrier", "full", "empty", "memory"))
-_PIPE, _ISSUE, _WORK = (REASONS.index(reason) for reason in ("pipe", "issue", "work"))
+_PIPE, _WORK = REASONS.index("pipe"), REASONS.index("work")
 
 
 @dataclass(frozen=True)
@@ -66,42 +63,55 @@ class CriticalPath:
         return self.cycles / self.iterations if self.iterations else 0.0
 
 
+#: A role or unit: its SM, its CTA slot (-1 for a unit) and its track.
+Role = tuple[int, int, int]
+
+
+def _linked(trace: Trace, sm: int) -> list[int]:
+    """``sm`` and the SMs of the trace whose slices release its own, or the ones that do."""
+    caused = np.flatnonzero(trace.cause >= 0)
+    pairs = set(zip(trace.sm[caused].tolist(), trace.sm[trace.cause[caused]].tolist(), strict=True))
+    found = [sm]
+    for later in found:
+        found += [earlier for other, earlier in pairs if other == later and earlier not in found]
+    return found
+
+
 @dataclass
 class EventGraph:
-    """The slices of one SM, by order of their ends, and what each of them followed.
+    """The slices of one SM and of those that release its roles, by order of their ends, and what each of them followed.
 
     Raises ConfigError when nothing was recorded for ``sm``.
     """
 
     trace: Trace
-    arch: Arch
     sm: int = 0
     index: IntArray = field(init=False)  # rows of the trace, shape (len(self),)
     start: list[int] = field(init=False)
     end: list[int] = field(init=False)
     before: dict[int, int] = field(init=False, default_factory=dict)  # the previous slice of the same role or unit
-    ending: dict[int, list[int]] = field(init=False)  # tick -> slices that end there
+    released: list[int] = field(init=False)  # by which slice, -1: by none on this SM
 
     def __post_init__(self) -> None:
         t = self.trace
-        keep = np.flatnonzero(t.sm == self.sm)
-        if not len(keep):
+        if not (t.sm == self.sm).any():
             raise ConfigError(f"SM {self.sm} is not in the trace")
+        keep = np.flatnonzero(np.isin(t.sm, _linked(t, self.sm)))
         self.index = keep = keep[np.argsort(t.end[keep], kind="stable")]
         self.start, self.end = t.start[keep].tolist(), t.end[keep].tolist()
         self.kind, self.name = t.kind[keep].tolist(), t.name[keep].tolist()
         self.iteration, self.tile = t.iteration[keep].tolist(), t.tile[keep].tolist()
-        slot, track, owner = t.slot[keep].tolist(), t.track[keep].tolist(), t.owner[keep].tolist()
-        self.role = [(-1, tr) if k == UNIT_SLICE else (s, tr) for s, tr, k in zip(slot, track, self.kind, strict=True)]
-        self.owner = list(zip(slot, owner, strict=True))
-        self.ending = defaultdict(list)
-        last: dict[tuple[int, int], int] = {}
+        slot = np.where(t.kind[keep] == UNIT_SLICE, -1, t.slot[keep])
+        self.role = list(zip(t.sm[keep].tolist(), slot.tolist(), t.track[keep].tolist(), strict=True))
+        self.owner = list(zip(t.slot[keep].tolist(), t.owner[keep].tolist(), strict=True))
+        place = np.full(len(t) + 1, -1)  # one more: the place of no cause
+        place[keep] = np.arange(len(keep))
+        self.released = place[t.cause[keep]].tolist()
+        last: dict[Role, int] = {}
         for i, key in enumerate(self.role):
-            self.ending[self.end[i]].append(i)
             if key in last:
                 self.before[i] = last[key]
             last[key] = i
-        self.lags = _lags(self.arch, t.ticks_per_cycle)
 
     def __len__(self) -> int:
         return len(self.start)
@@ -111,78 +121,37 @@ class EventGraph:
         return bool(self.kind[i] == UNIT_SLICE)
 
     def label(self, i: int) -> str:
-        """Track and operation, such as "tensor: QK of consumer0"."""
-        track, name = self.trace.tracks[self.role[i][1]], self.trace.names[self.name[i]]
+        """Track and operation, such as "tensor: QK of consumer0"; with the number of another SM."""
+        sm, _, track_index = self.role[i]
+        track, name = self.trace.tracks[track_index], self.trace.names[self.name[i]]
+        if sm != self.sm:
+            track = f"SM {sm} {track}"
         if self.is_unit(i):
             return f"{track}: {name} of {self.trace.tracks[self.owner[i][1]]}"
         return f"{track}: {name}"
 
+    def releaser(self, i: int) -> int | None:
+        """What the engine recorded as the cause of ``i``: of an MMA or copy the issue; None: nothing on this SM."""
+        return None if self.released[i] < 0 else self.released[i]
+
     def cause(self, i: int) -> int | None:
-        """What ended wait, block or MMA ``i``; None: nothing but the slice before it on its own track."""
-        if self.is_unit(i):
-            previous = self.before.get(i)
-            if previous is not None and self.end[previous] == self.start[i]:
-                return previous
-            return self.issuer(i)
-        if self.kind[i] == _PIPE:
-            return self.last_work(i)
-        if self.kind[i] in _WAITS or self.kind[i] == _ISSUE:
-            return self.hand_over(i)
-        return None
+        """What ``i`` waited for: its releaser, or the slice before it on a unit that was busy when it was issued."""
+        releaser = self.releaser(i)
+        if not self.is_unit(i):
+            return releaser
+        previous = self.before.get(i)
+        at_once = releaser is not None and self.end[releaser] == self.start[i]
+        queued = previous is not None and self.end[previous] == self.start[i] and not at_once
+        return previous if queued else releaser
 
     def causes(self) -> IntArray:
-        """For every row of the trace the row that released it, -1 where that is not known; shape (len(trace),)."""
+        """For every row of the trace the row of :meth:`cause`, -1 where there is none; shape (len(trace),)."""
         found = np.full(len(self.trace), -1, dtype=np.int64)
         known = [(i, cause) for i in range(len(self)) if (cause := self.cause(i)) is not None]
         if known:
             later, earlier = np.array(known).T
             found[self.index[later]] = self.index[earlier]
         return found
-
-    def issuer(self, i: int) -> int | None:
-        """The slice of its owner that ended when MMA or copy ``i`` was queued, or during which that happened."""
-        mine = [j for j in self.ending[self.start[i]] if self.role[j] == self.owner[i]]
-        return mine[-1] if mine else None
-
-    def hand_over(self, i: int) -> int | None:
-        """What ended exactly one hand-over latency of the chip before wait or block ``i`` did."""
-        blocked = self.kind[i] == _ISSUE
-        for lag in self.lags[REASONS[self.kind[i]]]:
-            for j in reversed(self.ending.get(self.end[i] - lag, ())):
-                if self.end[j] <= self.start[i]:
-                    continue
-                if self.is_unit(j) if blocked else self.role[j] != self.role[i]:
-                    if (blocked or self.kind[i] == _WAITS[0]) and self.owner[j] != self.role[i]:
-                        continue
-                    return j
-        return None
-
-    def last_work(self, i: int) -> int | None:
-        """The work of another role that ended last while ``i`` waited for its pipe."""
-        j = i
-        while (j := j - 1) >= 0 and self.end[j] > self.start[i]:
-            if self.kind[j] == _WORK and self.role[j] != self.role[i]:
-                return j
-        return None
-
-
-def _lags(arch: Arch, ticks: int) -> dict[str, list[int]]:
-    """Latencies from the end of a cause to the end of the wait it ends, in ticks, by stall reason."""
-    sync, tensor, tma = arch.sm.sync, arch.sm.tensor.async_mma, arch.sm.tma
-    wakes = [sync.named_barrier_cycles, sync.mbarrier_wake_cycles]
-    drains = [tensor.completion_cycles, tensor.two_cta_completion_cycles or 0.0] if tensor else []
-    copies = [arch.l2.latency_cycles + arch.sm.cp_async.latency_extra_cycles]
-    if tma:
-        copies += [tma.latency_cycles, tma.latency_cycles + tma.multicast_extra_cycles]
-    # A completion is quoted with the wake-up of the role that waits for it in it.
-    handed = [*wakes, *drains, *(first + wakes[1] for first in (*copies, sync.remote_arrive_cycles))]
-    lags = {
-        "dependency": handed,
-        "issue": drains,
-        "memory": [*copies, *handed],
-        **dict.fromkeys(("barrier", "full", "empty"), handed),
-    }
-    return {reason: [lag for cycles in values if (lag := round(cycles * ticks))] for reason, values in lags.items()}
 
 
 def critical_path(s: EventGraph, *, steady: bool = True) -> CriticalPath:
@@ -192,17 +161,20 @@ def critical_path(s: EventGraph, *, steady: bool = True) -> CriticalPath:
     """
     trace = s.trace
     first, last, iterations = _stretch(s) if steady else (min(s.start), max(s.end), 0)
-    at = _busiest(s, range(len(s))) if steady else s.role[-1]
+    at = _busiest(s) if steady else next(s.role[i] for i in reversed(range(len(s))) if s.role[i][0] == s.sm)
     here = max(i for i in range(len(s)) if s.role[i] == at and s.end[i] <= last)
     spent: Counter[str] = Counter()
     waits: Counter[tuple[str, str, str, str]] = Counter()
     waited: Counter[tuple[str, str, str, str]] = Counter()
+    until = s.end[here]
     for later, earlier, caused in _walk(s, here):
-        since = max(first, s.end[earlier] if earlier is not None else s.start[later])
-        if s.end[later] > since:
-            spent[s.label(later)] += s.end[later] - since
+        # Work that had a pipe may go on longer than the wait for the pipe: only what lies before counts.
+        since = max(first, min(until, s.end[earlier] if earlier is not None else s.start[later]))
+        if until > since:
+            spent[s.label(later)] += until - since
+        until = since
         if caused and earlier is not None and not s.is_unit(later) and s.role[earlier] != s.role[later]:
-            waiter, what, reason = trace.tracks[s.role[later][1]], trace.names[s.name[later]], REASONS[s.kind[later]]
+            waiter, what, reason = s.label(later).partition(": ")[0], trace.names[s.name[later]], REASONS[s.kind[later]]
             key = (waiter, what, reason, s.label(earlier))
             waits[key] += 1
             waited[key] += s.end[later] - s.start[later]
@@ -230,11 +202,11 @@ def _walk(s: EventGraph, i: int) -> Iterator[tuple[int, int | None, bool]]:
         i = earlier
 
 
-def _busiest(s: EventGraph, indices: Iterable[int]) -> tuple[int, int]:
-    """The role that works most inside of loops."""
-    busy: Counter[tuple[int, int]] = Counter()
-    for i in indices:
-        if s.kind[i] == _WORK:
+def _busiest(s: EventGraph) -> Role:
+    """The role of the SM that works most."""
+    busy: Counter[Role] = Counter()
+    for i in range(len(s)):
+        if s.kind[i] == _WORK and s.role[i][0] == s.sm:
             busy[s.role[i]] += s.end[i] - s.start[i]
     if not busy:
         raise ConfigError("the trace shows no role at work")
@@ -243,7 +215,7 @@ def _busiest(s: EventGraph, indices: Iterable[int]) -> tuple[int, int]:
 
 def _stretch(s: EventGraph) -> tuple[int, int, int]:
     """First and last tick of the busiest role's longest work tile without its first iteration, and the iterations."""
-    role = _busiest(s, range(len(s)))
+    role = _busiest(s)
     begins: dict[int, dict[int, int]] = defaultdict(dict)
     for i in range(len(s)):
         if s.role[i] == role and s.iteration[i] >= 1:
@@ -257,16 +229,15 @@ def _stretch(s: EventGraph) -> tuple[int, int, int]:
 
 def _longest(s: EventGraph, first: int, last: int) -> int:
     """Longest path in ticks through the slices of a window without queueing for units."""
+    inside = [i for i in range(len(s)) if s.start[i] >= first and s.end[i] <= last]
     graph = nx.DiGraph()
-    for i in range(len(s)):
-        if s.start[i] < first or s.end[i] > last:
-            continue
+    graph.add_nodes_from(inside)
+    for i in inside:
         cause = None if s.kind[i] == _PIPE else s.cause(i)
         if s.is_unit(i) and cause is not None and s.is_unit(cause) and s.owner[cause] != s.owner[i]:
-            cause = s.issuer(i)  # it queued behind another role's
+            cause = s.releaser(i)  # it queued behind another role's
         waits = s.kind[i] == _PIPE or cause is not None
         own = 0 if waits and not s.is_unit(i) else s.end[i] - s.start[i]
-        graph.add_node(i)
         previous = s.before.get(i)
         if previous is not None and previous in graph and not s.is_unit(i):
             graph.add_edge(previous, i, weight=own)

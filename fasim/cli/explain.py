@@ -298,7 +298,7 @@ def explain(
     from fasim.views.explain_report import render_explanation
 
     with announced():
-        prepare()  # before the progress bar, which a message would break
+        prepare(traced=True)  # before the progress bar, which a message would break
     with progress_bar() as progress:
         bar = progress.add_task("simulating", total=None)
         found = study(

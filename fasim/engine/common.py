@@ -39,9 +39,18 @@ class Blocked(NamedTuple):
 
 
 def sort_trace(trace: IntArray) -> IntArray:
-    """Rows in a total order that does not depend on which SM an engine looked at first."""
+    """Rows in a total order that does not depend on which SM an engine looked at first.
+
+    T_CAUSE holds rows of ``trace`` as it was recorded and becomes rows of the result.
+    """
     columns = (im.T_END, im.T_NAME, im.T_KIND, im.T_OWNER, im.T_TRACK, im.T_SLOT, im.T_SM, im.T_START)
-    return np.ascontiguousarray(trace[np.lexsort([trace[:, c] for c in columns])])
+    order = np.lexsort([trace[:, c] for c in columns])
+    ranked = np.ascontiguousarray(trace[order])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    caused = ranked[:, im.T_CAUSE] != im.NO_CAUSE
+    ranked[caused, im.T_CAUSE] = place[ranked[caused, im.T_CAUSE]]
+    return ranked
 
 
 def beyond_tensor(operation: str) -> ModelError:

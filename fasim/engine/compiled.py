@@ -21,6 +21,7 @@ from fasim.engine.instructions import (
     arrival,
     arrive,
     arrive_later,
+    commit_mma,
     end_role,
     issue_copy,
     issue_mma,
@@ -45,10 +46,13 @@ from fasim.engine.state import (
     FULL_FROM,
     FULL_UNTIL,
     GROUP_ENDS,
+    GROUP_SLICES,
     GROUPS_KEPT,
     ITERATION,
     LAST,
+    LAST_SLICE,
     LEFT,
+    LOAD_SLICE,
     LOADS_DONE,
     MMA_ENDS,
     MMA_UNTIL,
@@ -67,11 +71,13 @@ from fasim.engine.state import (
     R_MEMORY,
     R_TAIL,
     REASON,
+    RELEASED_BY,
     ROW,
     RUNNING,
     SINCE,
     SIZE,
     STATUS,
+    STORE_SLICE,
     STORES_DONE,
     TARGET,
     TIME,
@@ -103,6 +109,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
         kind = row[im.K_KIND]
         nxt = now
         reason = R_ISSUE
+        cause = im.NO_CAUSE
         if kind == im.WORK:
             if agent[PROGRESS] < row[im.W_CHUNKS]:
                 agent[PROGRESS] += 1
@@ -122,18 +129,11 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             if agent[PROGRESS] == row[im.M_COUNT]:
                 agent[PROGRESS] = 0
                 agent[PC] += 1
-                done = now
-                if k > 0:
-                    done = max(now, agent[MMA_ENDS + (k - 1) % ENDS] + row[im.M_DRAIN])
-                agent[GROUP_ENDS + agent[COMMITS] % GROUPS_KEPT] = done
-                agent[COMMITS] += 1
-                if row[im.M_BAR] >= 0:
-                    bar = next_barrier(agent, row)
-                    first, ranks = (0, m.cluster) if row[im.M_PAIR] == 1 else (sm, 1)
-                    for r in range(first, first + ranks):
-                        push(st, g, done, arrival(m, st, g, r * m.slots + c % m.slots, bar))
+                commit_mma(m, st, g, a, sm, row, now)
             elif oldest > now:
                 nxt = oldest
+                if len(st.traced) > 0:
+                    cause = st.mma_slices[g, a, (k - row[im.M_DEPTH]) % ENDS, sm]
             else:
                 issue_mma(m, p, st, g, a, sm, row, now)
                 agent[PROGRESS] += 1
@@ -144,6 +144,8 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             k = agent[COMMITS] - 1 - row[2]
             if k >= 0:
                 nxt = max(now, agent[GROUP_ENDS + k % GROUPS_KEPT])
+                if len(st.traced) > 0:
+                    cause = st.mma_slices[g, a, GROUP_SLICES + k % GROUPS_KEPT, sm]
         elif kind == im.COPY or kind == im.TILE or kind == im.END:
             alone = False
             if kind == im.TILE:
@@ -156,6 +158,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             if kind == im.COPY:
                 agent[PC] += 1
                 nxt = issue_copy(m, p, st, ms, g, a, row, now)
+                reason = -1
             elif kind == im.TILE:
                 if not take_tile(m, p, st, g, a, row, now):
                     return True
@@ -166,6 +169,8 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             agent[PC] += 1
             reason = R_MEMORY
             nxt = max(now, agent[LOADS_DONE] if row[2] == im.LOAD else agent[STORES_DONE])
+            if len(st.traced) > 0:
+                cause = st.slices[g, a, LOAD_SLICE if row[2] == im.LOAD else STORE_SLICE]
         elif kind == im.ARRIVE or kind == im.WAIT:
             agent[PC] += 1
             n = agent[COUNTS + row[im.M_COUNTER]]
@@ -174,12 +179,14 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
                 first, ranks = sm, 1
                 if row[im.B_SCOPE] != im.SCOPE_CTA:
                     first, ranks = 0, m.cluster if row[im.B_SCOPE] == im.SCOPE_CLUSTER else 1
+                if len(st.traced) > 0:
+                    cause = st.slices[g, a, LAST_SLICE]
                 for r in range(first, first + ranks):
                     other = r * m.slots + c % m.slots
                     if other == c:
-                        arrive(m, p, st, g, c, bar, now)
+                        arrive(m, p, st, g, c, bar, now, cause)
                     else:
-                        push(st, g, now + m.remote_latency, arrival(m, st, g, other, bar))
+                        push(st, g, now + m.remote_latency, arrival(m, st, g, other, bar, cause))
             else:
                 needed = n // row[im.M_STAGES] + 1 - row[im.B_AHEAD]
                 if st.barrier[g, c, bar, PHASES] < needed:
@@ -216,7 +223,7 @@ def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int
             agent[PC] = row[im.T_EXIT]
         if nxt > now:
             if reason >= 0:
-                spend(m, p, st, g, a, now, nxt, reason, row[im.K_NAME])
+                spend(m, p, st, g, a, now, nxt, reason, row[im.K_NAME], cause)
             st.scalars[EVENTS] += 1
             if st.group[g, SIZE] == 0 or nxt < st.heap[g, 0, TIME]:
                 now = nxt
@@ -262,7 +269,9 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
                     continue
                 agent = st.agent[g, a]
                 if agent[SINCE] >= 0:
-                    spend(m, p, st, g, a, agent[SINCE], now, agent[REASON], p.code[agent[WAITS_IN], im.K_NAME])
+                    cause = st.slices[g, a, RELEASED_BY] if len(st.traced) > 0 else im.NO_CAUSE
+                    waited = p.code[agent[WAITS_IN], im.K_NAME]
+                    spend(m, p, st, g, a, agent[SINCE], now, agent[REASON], waited, cause)
                     agent[SINCE] = -1
                     st.scalars[EVENTS] += 1
             if not _step(m, p, st, ms, g, a, now, rival) or st.scalars[STATUS] != OK:
@@ -271,14 +280,16 @@ def _run(m: Machine, p: Program, st: State, ms: mem.MemoryState) -> None:
         sink_first(st)
 
 
-def prepare() -> None:
-    """Compile the engine, or load it, by running an empty grid."""
+def prepare(*, traced: bool = False) -> None:
+    """Compile the engine, or load it, by running an empty grid; with ``traced`` also the one that keeps a trace."""
     machine = Machine(*(1 for _ in Machine._fields))._replace(grid=0)
     flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
     nothing = Image(
         machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, flat, 0, (), (), (), (), ()
     )
     run(nothing)
+    if traced:
+        run(nothing, TraceWindow((), (0, 0), 1))
 
 
 def run(image: Image, window: TraceWindow = NO_TRACE, memory: mem.MemoryState | None = None) -> RawResult:

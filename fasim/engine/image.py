@@ -136,7 +136,7 @@ class RawResult:
     ``bins[k, i]``: occurrences of activity ``i`` that start in time bin ``k`` of width
     ``2**bin_shift`` ticks, summed over SMs; the last column is ticks of HBM. ``stalls[a, r]``: ticks agent ``a`` spent
     in reason ``r``, summed over its instances in the grid. ``memory``: see ``engine.memory.COUNTERS``.
-    ``trace[n, TRACE_COLUMNS]``, sorted.
+    ``trace[n, TRACE_COLUMNS]``, sorted; T_CAUSE is the row of the slice that released this one.
     """
 
     ticks: int
@@ -151,8 +151,10 @@ class RawResult:
     truncated: bool
 
 
-T_START, T_END, T_SM, T_SLOT, T_TRACK, T_NAME, T_KIND, T_TILE, T_ITER, T_OWNER = range(10)
-TRACE_COLUMNS = 10
+T_START, T_END, T_SM, T_SLOT, T_TRACK, T_NAME, T_KIND, T_TILE, T_ITER, T_OWNER, T_CAUSE = range(11)
+TRACE_COLUMNS = 11
+#: T_CAUSE: no slice released this one, or it was not kept.
+NO_CAUSE = -1
 
 # Units of the busy histogram: the pipes, then these.
 U_TMA, U_L2, U_HBM = len(PIPES), len(PIPES) + 1, len(PIPES) + 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fasim.engine import image as im
 from fasim.engine import memory as mem
-from fasim.engine.account import count, record, spend
+from fasim.engine.account import count, hold, holder, record, spend
 from fasim.engine.agenda import push
 from fasim.engine.cache import inline, jit
 from fasim.engine.image import IntArray, Machine
@@ -12,11 +12,13 @@ from fasim.engine.state import (
     ABSORBED,
     ALIVE,
     APART,
+    ARRIVAL_BITS,
     ARRIVED,
     AS_OF,
     BAD_LINE,
     BLOCKED,
     CLUSTER,
+    COMMITS,
     COUNTS,
     DONE_AT,
     DRAWN,
@@ -26,9 +28,15 @@ from fasim.engine.state import (
     FAULT,
     FREE,
     FULL_UNTIL,
+    GROUP_ENDS,
+    GROUP_SLICES,
+    GROUPS_KEPT,
+    HELD_BY,
     INGRESS_FREE,
     ITERATION,
     LAST,
+    LAST_SLICE,
+    LOAD_SLICE,
     LOADS_DONE,
     MMA_ENDS,
     MMA_UNTIL,
@@ -42,20 +50,24 @@ from fasim.engine.state import (
     PHASES,
     R_DEPENDENCY,
     R_FULL,
+    R_ISSUE,
     R_LAUNCH,
     R_PIPE,
     R_TAIL,
     R_WORK,
     REASON,
+    RELEASED_BY,
     ROW,
     RUNNING,
     SEQUENCE,
     SINCE,
     STATUS,
     STOPPED,
+    STORE_SLICE,
     STORES_DONE,
     TILES,
     TMA_FREE,
+    TMA_HELD_BY,
     WAITS_IN,
     Program,
     State,
@@ -64,14 +76,18 @@ from fasim.results.reasons import UNIT_SLICE
 
 
 @inline
-def arrival(m: Machine, st: State, g: int, c: int, bar: int) -> int:
-    """The agenda's target for a later arrival: barrier ``bar`` of CTA ``c``, as long as that CTA lives."""
+def arrival(m: Machine, st: State, g: int, c: int, bar: int, cause: int) -> int:
+    """The agenda's target for a later arrival: barrier ``bar`` of CTA ``c``, as long as that CTA lives.
+
+    ``cause``: the slice behind it.
+    """
     barriers = m.cluster * m.slots * m.barriers
-    return int(-1 - (st.slot[g, c % m.slots, CLUSTER] * barriers + c * m.barriers + bar))
+    place = st.slot[g, c % m.slots, CLUSTER] * barriers + c * m.barriers + bar
+    return int(-1 - (((cause - im.NO_CAUSE) << ARRIVAL_BITS) + place))
 
 
 @inline
-def arrive(m: Machine, p: Program, st: State, g: int, c: int, bar: int, now: int) -> None:
+def arrive(m: Machine, p: Program, st: State, g: int, c: int, bar: int, now: int, cause: int) -> None:
     """One arrival at barrier ``bar`` of CTA ``c``; a completed phase wakes its waiters in agent order."""
     barrier = st.barrier[g, c, bar]
     barrier[ARRIVED] += 1
@@ -83,6 +99,8 @@ def arrive(m: Machine, p: Program, st: State, g: int, c: int, bar: int, now: int
         agent = st.agent[g, a]
         if agent[BLOCKED] == bar and agent[NEEDED] <= barrier[PHASES]:
             agent[BLOCKED] = FREE
+            if len(st.traced) > 0:
+                st.slices[g, a, RELEASED_BY] = cause
             push(st, g, now + p.code[agent[WAITS_IN], im.B_WAKE], a)
 
 
@@ -90,9 +108,11 @@ def arrive(m: Machine, p: Program, st: State, g: int, c: int, bar: int, now: int
 def arrive_later(m: Machine, p: Program, st: State, g: int, target: int, now: int) -> None:
     """An arrival comes due; one meant for a CTA that has ended is lost."""
     barriers = m.cluster * m.slots * m.barriers
-    c = (-1 - target) % barriers // m.barriers
-    if st.slot[g, c % m.slots, CLUSTER] == (-1 - target) // barriers:
-        arrive(m, p, st, g, c, (-1 - target) % m.barriers, now)
+    cause = ((-1 - target) >> ARRIVAL_BITS) + im.NO_CAUSE
+    place = (-1 - target) & ((1 << ARRIVAL_BITS) - 1)
+    c = place % barriers // m.barriers
+    if st.slot[g, c % m.slots, CLUSTER] == place // barriers:
+        arrive(m, p, st, g, c, place % m.barriers, now, cause)
 
 
 @jit
@@ -117,6 +137,8 @@ def start_cta(m: Machine, p: Program, st: State, g: int, slot: int, cluster: int
             agent[BLOCKED] = FREE
             agent[DONE_AT] = RUNNING
             agent[SINCE] = -1
+            if len(st.traced) > 0:
+                st.slices[g, a] = im.NO_CAUSE
             push(st, g, when, a)
 
 
@@ -160,10 +182,15 @@ def work_chunk(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: 
         unit[OWED] += p.mma_delay[i]
     if beside == 1:
         unit[STOPPED] += p.mma_stop[i]
-    spend(m, p, st, g, a, now, end - span, R_PIPE, row[im.K_NAME])
-    spend(m, p, st, g, a, end - span, end, R_WORK, row[im.K_NAME])
+    cause = im.NO_CAUSE
+    if len(st.traced) > 0:
+        cause = holder(unit, demand, end)
+    spend(m, p, st, g, a, now, end - span, R_PIPE, row[im.K_NAME], cause)
+    spend(m, p, st, g, a, end - span, end, R_WORK, row[im.K_NAME], im.NO_CAUSE)
+    if len(st.traced) > 0:
+        hold(unit, demand, st.slices[g, a, LAST_SLICE])
     stall = p.stall[i, beside]
-    spend(m, p, st, g, a, end, end + stall, R_DEPENDENCY, row[im.K_NAME])
+    spend(m, p, st, g, a, end, end + stall, R_DEPENDENCY, row[im.K_NAME], im.NO_CAUSE)
     return end + stall
 
 
@@ -184,14 +211,43 @@ def issue_mma(m: Machine, p: Program, st: State, g: int, a: int, sm: int, row: I
         unit[OWED] = min(0, unit[OWED]) if row[im.M_ABSORB] > 0 else 0
         unit[ABSORBED] = row[im.M_ABSORB]
     end = start + row[im.M_TICKS] + extra
+    agent = st.agent[g, a]
+    k = agent[MMAS] % ENDS
+    if len(st.traced) > 0:
+        st.mma_slices[g, a, k] = im.NO_CAUSE
     for r in range(first, first + ranks):
         st.sm[g, r, im.P_TENSOR] = st.sm[g, r, MMA_UNTIL] = end
         count(st, row[im.K_ACTIVITY], start, 1)
-        if st.trace.shape[0] > 0:
-            record(m, p, st, g, a, m.agents, start, end, UNIT_SLICE, row[im.K_NAME], a % m.agents, r)
-    agent = st.agent[g, a]
-    agent[MMA_ENDS + agent[MMAS] % ENDS] = end
+        if len(st.traced) > 0:
+            issued = st.slices[g, a, LAST_SLICE]
+            kept = record(m, p, st, g, a, m.agents, start, end, UNIT_SLICE, row[im.K_NAME], a % m.agents, r, issued)
+            st.mma_slices[g, a, k, r] = st.sm[g, r, HELD_BY + im.P_TENSOR] = kept
+    agent[MMA_ENDS + k] = end
     agent[MMAS] += 1
+
+
+@inline
+def commit_mma(m: Machine, st: State, g: int, a: int, sm: int, row: IntArray, now: int) -> None:
+    """Close a group of MMA instructions and let it arrive at its barrier when it is complete."""
+    agent = st.agent[g, a]
+    k = agent[MMAS] - 1
+    done = now
+    if k >= 0:
+        done = max(now, agent[MMA_ENDS + k % ENDS] + row[im.M_DRAIN])
+        if len(st.traced) > 0:
+            group = GROUP_SLICES + agent[COMMITS] % GROUPS_KEPT
+            st.mma_slices[g, a, group, sm] = st.mma_slices[g, a, k % ENDS, sm]
+    agent[GROUP_ENDS + agent[COMMITS] % GROUPS_KEPT] = done
+    agent[COMMITS] += 1
+    if row[im.M_BAR] < 0:
+        return
+    bar = next_barrier(agent, row)
+    first, ranks = (0, m.cluster) if row[im.M_PAIR] == 1 else (sm, 1)
+    for r in range(first, first + ranks):
+        cause = im.NO_CAUSE
+        if len(st.traced) > 0:
+            cause = st.mma_slices[g, a, k % ENDS, r] if done > now else st.slices[g, a, LAST_SLICE]
+        push(st, g, done, arrival(m, st, g, r * m.slots + a // m.agents % m.slots, bar, cause))
 
 
 @jit
@@ -223,7 +279,12 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
     if kind != im.LOAD:
         out = max(start, st.sm[g, sm, EGRESS_FREE]) + ((nbytes * m.egress_rate) >> im.RATE_SHIFT)
         st.sm[g, sm, EGRESS_FREE] = out
-        agent[STORES_DONE] = max(agent[STORES_DONE], max(out, done) + m.store_latency)
+        done = max(out, done) + m.store_latency
+        spend_issue(m, p, st, g, a, row, now, start)
+        if done > agent[STORES_DONE]:
+            agent[STORES_DONE] = done
+            if len(st.traced) > 0:
+                st.slices[g, a, STORE_SLICE] = st.slices[g, a, LAST_SLICE]
         return go_on
     latency = m.thread_latency if threads else m.tma_latency
     first, ranks = sm, 1
@@ -235,18 +296,32 @@ def issue_copy(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a
         st.sm[g, r, INGRESS_FREE] = max(start, st.sm[g, r, INGRESS_FREE]) + into_sm
         done = max(done, st.sm[g, r, INGRESS_FREE])
     done += latency
-    if st.trace.shape[0] > 0:
-        for r in range(first, first + ranks):
-            busy_from = st.sm[g, r, INGRESS_FREE] - into_sm
-            record(m, p, st, g, a, m.agents + 1, busy_from, busy_from + into_sm, UNIT_SLICE, row[im.K_NAME], a % m.agents, r)  # fmt: skip  # noqa: E501
-    if row[im.M_BAR] < 0:
-        agent[LOADS_DONE] = max(agent[LOADS_DONE], done)
-        return go_on
-    bar = next_barrier(agent, row)
-    slot = c % m.slots
+    bar = next_barrier(agent, row) if row[im.M_BAR] >= 0 else -1
     for r in range(first, first + ranks):
-        push(st, g, done, arrival(m, st, g, r * m.slots + slot, bar))
+        cause = im.NO_CAUSE
+        if len(st.traced) > 0:
+            until, issued = st.sm[g, r, INGRESS_FREE], st.slices[g, a, LAST_SLICE]
+            cause = record(m, p, st, g, a, m.agents + 1, until - into_sm, until, UNIT_SLICE, row[im.K_NAME], a % m.agents, r, issued)  # fmt: skip  # noqa: E501
+        if bar >= 0:
+            push(st, g, done, arrival(m, st, g, r * m.slots + c % m.slots, bar, cause))
+        elif r == sm and done > agent[LOADS_DONE]:
+            agent[LOADS_DONE] = done
+            if len(st.traced) > 0:
+                st.slices[g, a, LOAD_SLICE] = cause
+    spend_issue(m, p, st, g, a, row, now, start)
     return go_on
+
+
+@inline
+def spend_issue(m: Machine, p: Program, st: State, g: int, a: int, row: IntArray, now: int, start: int) -> None:
+    """Charge the issue of a copy that was asked for at ``now`` and began at ``start``."""
+    sm = a // m.agents // m.slots
+    cause = im.NO_CAUSE
+    if len(st.traced) > 0 and start > now:
+        cause = st.sm[g, sm, TMA_HELD_BY]
+    spend(m, p, st, g, a, now, start + row[im.C_ISSUE], R_ISSUE, row[im.K_NAME], cause)
+    if len(st.traced) > 0 and row[im.C_ENGINE] == 0:
+        st.sm[g, sm, TMA_HELD_BY] = st.slices[g, a, LAST_SLICE]
 
 
 @jit
@@ -285,6 +360,8 @@ def take_tile(m: Machine, p: Program, st: State, g: int, a: int, row: IntArray, 
                 for other in range(base, base + m.agents):
                     if st.agent[g, other, BLOCKED] == ON_TILE:
                         st.agent[g, other, BLOCKED] = FREE
+                        if len(st.traced) > 0:
+                            st.slices[g, other, RELEASED_BY] = st.slices[g, a, LAST_SLICE]
                         push(st, g, now + m.named_wake, other)
         tile = drawn[TILES + j % DRAWN]
     if tile >= m.cluster_tiles:

@@ -102,12 +102,14 @@ class ReferenceEngine(Units):
         elif kind == im.WAIT_MMA:
             index = len(agent.commits) - 1 - row[2]
             until = agent.commits[index] if index >= 0 else self.now
-            yield from self.spend(agent, until - self.now, DEPENDENCY, row)
+            cause = agent.commit_slices[index] if index >= 0 else im.NO_CAUSE
+            yield from self.spend(agent, until - self.now, DEPENDENCY, row, cause)
         elif kind == im.COPY:
             yield from self.copy(agent, row)
         elif kind == im.WAIT_COPY:
-            until = agent.loads_done if row[2] == im.LOAD else agent.stores_done
-            yield from self.spend(agent, until - self.now, MEMORY, row)
+            loads = row[2] == im.LOAD
+            until, cause = (agent.loads_done, agent.load_slice) if loads else (agent.stores_done, agent.store_slice)
+            yield from self.spend(agent, until - self.now, MEMORY, row, cause)
         elif kind == im.ARRIVE:
             self.arrive_op(agent, row)
         elif kind == im.WAIT:
@@ -151,7 +153,7 @@ class ReferenceEngine(Units):
         else:
             if j >= len(slot.drawn):
                 if row[im.T_DRAWS] and agent.sm == 0:
-                    self.draw(slot, j)
+                    self.draw(agent, slot, j)
                 else:
                     yield from self.block(agent, SCHEDULER, 0, FULL, m.named_wake, row)
             tile = slot.drawn[j]
@@ -162,7 +164,7 @@ class ReferenceEngine(Units):
         agent.address.clear()
         agent.pc += 1
 
-    def draw(self, slot: Slot, j: int) -> None:
+    def draw(self, drawer: Agent, slot: Slot, j: int) -> None:
         """Ask the scheduler: the first tile is the CTA's own number, later ones come from the counter."""
         tile = slot.cluster
         if j > 0:
@@ -171,7 +173,7 @@ class ReferenceEngine(Units):
         for cta in slot.ctas:
             for agent in cta.agents:
                 if agent.waiting and agent.waiting[0] == SCHEDULER:
-                    self.wake(agent, agent.wake_ticks)
+                    self.wake(agent, agent.wake_ticks, drawer.last_slice)
 
     def finish(self, agent: Agent) -> None:
         """A role ended; the last of a cluster frees the slot for the next CTA."""

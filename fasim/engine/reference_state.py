@@ -22,6 +22,9 @@ class Sm:
     tma_free: int = 0
     ingress_free: int = 0
     egress_free: int = 0
+    # For the trace: the slice that holds each pipe, and the one in which the TMA was given its last copy.
+    held_by: list[int] = field(default_factory=lambda: [im.NO_CAUSE] * len(im.PIPES))
+    tma_held_by: int = im.NO_CAUSE
 
     def settle(self, now: int, ahead: int) -> None:
         """Let the running MMA absorb delay since the last look; in advance as much as in ``ahead`` ticks."""
@@ -57,6 +60,13 @@ class Agent:
     since: int = 0
     wake: simpy.Event | None = None
     wake_ticks: int = 0
+    # For the trace: slices of this role and of what it started, NO_CAUSE where they were not kept
+    last_slice: int = im.NO_CAUSE  # of the role
+    mma_slices: list[dict[int, int]] = field(default_factory=list)  # beside mma_ends, by rank
+    commit_slices: list[int] = field(default_factory=list)  # beside commits: the last MMA of the group
+    load_slice: int = im.NO_CAUSE  # the load that is done at loads_done
+    store_slice: int = im.NO_CAUSE  # issued the store that is done at stores_done
+    released_by: int = im.NO_CAUSE  # of the wait that ends
     step: object = None  # what an observer calls the instruction being executed
 
 

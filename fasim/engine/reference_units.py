@@ -5,7 +5,7 @@ The base of :class:`fasim.engine.reference.ReferenceEngine`; ``docs/semantics.md
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 import numpy as np
 import simpy
@@ -72,18 +72,23 @@ class Units:
         """The CTA that ``agent`` is a role of."""
         return self.slots[agent.group][agent.slot].ctas[agent.sm]
 
-    def spend(self, agent: Agent, ticks: int, reason: int, row: list[int]) -> Wait:
-        """Let time pass and charge it to ``reason``; nothing happens for no time."""
+    def spend(self, agent: Agent, ticks: int, reason: int, row: list[int], cause: int = im.NO_CAUSE) -> Wait:
+        """Let time pass and charge it to ``reason``; nothing happens for no time. ``cause``: the slice that ends it."""
         if ticks > 0:
-            self.charge(agent, self.now, self.now + ticks, reason, row[im.K_NAME])
+            self.charge(agent, self.now, self.now + ticks, reason, row[im.K_NAME], cause)
+            yield from self.pass_time(agent, ticks)
+
+    def pass_time(self, agent: Agent, ticks: int) -> Wait:
+        """Go on ``ticks`` later; at once for no time."""
+        if ticks > 0:
             self.events += 1
             yield self.schedule(self.env.event(), agent.group, ticks)
 
-    def charge(self, agent: Agent, start: int, end: int, reason: int, name: int) -> None:
+    def charge(self, agent: Agent, start: int, end: int, reason: int, name: int, cause: int = im.NO_CAUSE) -> None:
         """Account for an agent's time, and record it."""
         if end > start:
             self.stalls[agent.kind, reason] += end - start
-            self.record(agent, agent.kind, start, end, reason, name, -1, agent.sm)
+            agent.last_slice = self.record(agent, agent.kind, start, end, reason, name, -1, agent.sm, cause)
 
     # --- vector work and the tensor core ---------------------------------------------------
     def work(self, agent: Agent, row: list[int]) -> Wait:
@@ -93,11 +98,14 @@ class Units:
         for _ in range(row[im.W_CHUNKS]):
             now = self.now
             beside = sm.mma_until > now
-            end, span = now, 0
-            for pipe, ticks in enumerate(self.image.demand[index, int(beside)].tolist()):
+            end, span, cause = now, 0, im.NO_CAUSE
+            demand = self.image.demand[index, int(beside)].tolist()
+            for pipe, ticks in enumerate(demand):
                 if ticks > 0:
                     sm.free[pipe] = max(now, sm.free[pipe]) + ticks
-                    end, span = max(end, sm.free[pipe]), max(span, ticks)
+                    if sm.free[pipe] > end:
+                        end, cause = sm.free[pipe], sm.held_by[pipe]
+                    span = max(span, ticks)
             self.count(row[im.K_ACTIVITY], now, 1)
             delay = int(self.image.mma_delay[index])
             if beside and delay > 0:
@@ -105,13 +113,14 @@ class Units:
                 sm.owed += delay
             if beside:
                 sm.stopped += int(self.image.mma_stop[index])
-            self.charge(agent, now, end - span, PIPE, row[im.K_NAME])
+            self.charge(agent, now, end - span, PIPE, row[im.K_NAME], cause)
             self.charge(agent, end - span, end, WORK, row[im.K_NAME])
+            for pipe, ticks in enumerate(demand):
+                if ticks > 0:
+                    sm.held_by[pipe] = agent.last_slice
             stall = int(self.image.stall[index, int(beside)])
             self.charge(agent, end, end + stall, DEPENDENCY, row[im.K_NAME])
-            if end + stall > now:
-                self.events += 1
-                yield self.schedule(self.env.event(), agent.group, end + stall - now)
+            yield from self.pass_time(agent, end + stall - now)
         column = im.W_LATENCY_BESIDE if sm.mma_until > self.now else im.W_LATENCY
         yield from self.spend(agent, row[column], DEPENDENCY, row)
 
@@ -120,16 +129,20 @@ class Units:
         for _ in range(row[im.M_COUNT]):
             if len(agent.mma_ends) >= row[im.M_DEPTH]:
                 oldest = agent.mma_ends[-row[im.M_DEPTH]] + row[im.M_DRAIN]
-                yield from self.spend(agent, oldest - self.now, ISSUE, row)
+                cause = agent.mma_slices[-row[im.M_DEPTH]][agent.sm]
+                yield from self.spend(agent, oldest - self.now, ISSUE, row, cause)
             self.queue_mma(agent, row)
             yield from self.spend(agent, row[im.M_INTERVAL], ISSUE, row)
         done = max(self.now, agent.mma_ends[-1] + row[im.M_DRAIN]) if agent.mma_ends else self.now
         agent.commits.append(done)
+        agent.commit_slices.append(agent.mma_slices[-1][agent.sm] if agent.mma_ends else im.NO_CAUSE)
         if self.observer:
             self.observer.issued(agent.step, done)
         if row[im.M_BAR] >= 0:
             ranks = range(self.m.cluster) if row[im.M_PAIR] else (agent.sm,)
-            self.complete_later(agent, ranks, self.next_barrier(agent, row), done)
+            running = agent.mma_slices[-1] if done > self.now else dict.fromkeys(ranks, agent.last_slice)
+            causes = {rank: running.get(rank, im.NO_CAUSE) for rank in ranks}
+            self.complete_later(agent, causes, self.next_barrier(agent, row), done)
 
     def queue_mma(self, agent: Agent, row: list[int]) -> None:
         """Put one MMA instruction on the tensor core of this SM, or of all SMs of a pair."""
@@ -139,19 +152,23 @@ class Units:
         for sm in sms:
             sm.settle(self.now, self.m.mma_ahead)
         end = start + row[im.M_TICKS] + max(max(0, sm.owed) + sm.stopped for sm in sms)
+        slices = {}
         for rank, sm in zip(ranks, sms, strict=True):
             sm.owed = min(0, sm.owed) if row[im.M_ABSORB] > 0 else 0
             sm.absorbed = row[im.M_ABSORB]
             sm.stopped = 0
             sm.free[im.P_TENSOR] = sm.mma_until = end
             self.count(row[im.K_ACTIVITY], start, 1)
-            self.record(agent, self.m.agents, start, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
+            slices[rank] = sm.held_by[im.P_TENSOR] = self.record(
+                agent, self.m.agents, start, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank, agent.last_slice
+            )
         agent.mma_ends.append(end)
+        agent.mma_slices.append(slices)
 
     # --- memory ----------------------------------------------------------------------------
     def copy(self, agent: Agent, row: list[int]) -> Wait:
         """Start a copy. A load completes at a barrier, or is the role's own to wait for."""
-        m, now = self.m, self.now
+        m, now, tma = self.m, self.now, not row[im.C_ENGINE]
         sm = self.sms[agent.group][agent.sm]
         tensor, nbytes, kind = row[im.C_TENSOR], row[im.C_BYTES], row[im.C_KIND]
         line = int(self.image.line_base[tensor] + self.image.tiles[agent.row, row[im.C_COLUMN]])
@@ -159,13 +176,13 @@ class Units:
         agent.address[tensor] = agent.address.get(tensor, 0) + 1
         if not self.image.line_base[tensor] <= line < self.image.line_end[tensor]:
             raise beyond_tensor(self.image.names[row[im.K_NAME]])
-        start = now
-        if not row[im.C_ENGINE]:
-            start = max(now, sm.tma_free)
+        start, cause = now, im.NO_CAUSE
+        if tma:
+            start, cause = max(now, sm.tma_free), sm.tma_held_by
             sm.tma_free = start + row[im.C_ISSUE]
         before = self.hbm_bytes()
+        stored = False
         receivers = m.cluster if row[im.C_MULTICAST] else 1
-        tma = not row[im.C_ENGINE]
         done = int(mem.access(m, self.memory, start, line, nbytes, kind, agent.group, receivers, tma))
         self.count(-1, start, ((self.hbm_bytes() - before) * m.hbm_rate) >> im.RATE_SHIFT)
         self.count(row[im.K_ACTIVITY], start, 1)
@@ -173,6 +190,7 @@ class Units:
         if kind != im.LOAD:
             sm.egress_free = max(start, sm.egress_free) + ((nbytes * m.egress_rate) >> im.RATE_SHIFT)
             done = max(sm.egress_free, done) + m.store_latency
+            stored = done > agent.stores_done
             agent.stores_done = max(agent.stores_done, done)
         else:
             ranks = range(m.cluster) if row[im.C_MULTICAST] else (agent.sm,)
@@ -182,17 +200,33 @@ class Units:
                 other = self.sms[agent.group][rank]
                 other.ingress_free = max(start, other.ingress_free) + into_sm
             done = max(done + into_sm, *(self.sms[agent.group][rank].ingress_free for rank in ranks))
+            slices = {}
             for rank in ranks:
                 end = self.sms[agent.group][rank].ingress_free
-                self.record(agent, m.agents + 1, end - into_sm, end, UNIT_SLICE, row[im.K_NAME], agent.kind, rank)
+                slices[rank] = self.record(
+                    agent,
+                    m.agents + 1,
+                    end - into_sm,
+                    end,
+                    UNIT_SLICE,
+                    row[im.K_NAME],
+                    agent.kind,
+                    rank,
+                    agent.last_slice,
+                )
             done += latency
-            if row[im.M_BAR] < 0:
-                agent.loads_done = max(agent.loads_done, done)
-            else:
-                self.complete_later(agent, ranks, self.next_barrier(agent, row), done)
+            if row[im.M_BAR] >= 0:
+                self.complete_later(agent, slices, self.next_barrier(agent, row), done)
+            elif done > agent.loads_done:
+                agent.loads_done, agent.load_slice = done, slices[agent.sm]
         if self.observer:
             self.observer.copying(agent.step, line, done)
-        yield from self.spend(agent, start + row[im.C_ISSUE] - now, ISSUE, row)
+        self.charge(agent, now, start + row[im.C_ISSUE], ISSUE, row[im.K_NAME], cause if start > now else im.NO_CAUSE)
+        if tma:
+            sm.tma_held_by = agent.last_slice
+        if stored:
+            agent.store_slice = agent.last_slice
+        yield from self.pass_time(agent, start + row[im.C_ISSUE] - now)
 
     def hbm_bytes(self) -> int:
         """Bytes that HBM has moved."""
@@ -205,25 +239,25 @@ class Units:
         agent.count[row[im.M_COUNTER]] = n + 1
         return row[im.M_BAR] + n % row[im.M_STAGES]
 
-    def complete_later(self, agent: Agent, ranks: range | tuple[int, ...], barrier: int, when: int) -> None:
-        """An asynchronous arrival at ``barrier`` of the CTAs ``ranks`` at tick ``when``."""
-        for rank in ranks:
+    def complete_later(self, agent: Agent, causes: Mapping[int, int], barrier: int, when: int) -> None:
+        """An asynchronous arrival at ``barrier`` at tick ``when``; ``causes``: ranks, and the slice behind each."""
+        for rank, cause in causes.items():
             slot = self.slots[agent.group][agent.slot]
             event = self.env.event()
             event.callbacks.append(
-                lambda _, rank=rank, slot=slot, cluster=slot.cluster, step=agent.step: self.completed(  # type: ignore[misc]
-                    slot, rank, barrier, slot.cluster == cluster, step
+                lambda _, rank=rank, slot=slot, cluster=slot.cluster, step=agent.step, cause=cause: self.completed(  # type: ignore[misc]
+                    slot, rank, barrier, slot.cluster == cluster, step, cause
                 )
             )
             self.schedule(event, agent.group, when - self.now)
 
-    def completed(self, slot: Slot, rank: int, barrier: int, alive: bool, step: object) -> None:
+    def completed(self, slot: Slot, rank: int, barrier: int, alive: bool, step: object, cause: int) -> None:
         """An asynchronous arrival comes due; one meant for a CTA that has ended is lost."""
         self.events += 1
         if alive:
-            self.arrive(slot, rank, barrier, step)
+            self.arrive(slot, rank, barrier, step, cause)
 
-    def arrive(self, slot: Slot, rank: int, barrier: int, step: object) -> None:
+    def arrive(self, slot: Slot, rank: int, barrier: int, step: object, cause: int) -> None:
         """One arrival; the last one of a phase wakes the waiting roles in their order."""
         cta = slot.ctas[rank]
         cta.arrived[barrier] += 1
@@ -237,12 +271,12 @@ class Units:
             return
         for agent in cta.agents:
             if agent.waiting and agent.waiting[0] == barrier and agent.waiting[1] <= cta.phases[barrier]:
-                self.wake(agent, agent.wake_ticks)
+                self.wake(agent, agent.wake_ticks, cause)
 
-    def wake(self, agent: Agent, ticks: int) -> None:
+    def wake(self, agent: Agent, ticks: int, cause: int) -> None:
         """Let a blocked role go on in ``ticks``."""
         assert agent.wake is not None
-        agent.waiting = None
+        agent.waiting, agent.released_by = None, cause
         self.schedule(agent.wake, agent.group, ticks)
 
     def block(self, agent: Agent, barrier: int, phase: int, reason: int, wake_ticks: int, row: list[int]) -> Wait:
@@ -251,7 +285,7 @@ class Units:
         agent.wake, agent.wake_ticks = self.env.event(), wake_ticks
         yield agent.wake
         self.events += 1
-        self.charge(agent, agent.since, self.now, reason, row[im.K_NAME])
+        self.charge(agent, agent.since, self.now, reason, row[im.K_NAME], agent.released_by)
 
     def arrive_op(self, agent: Agent, row: list[int]) -> None:
         """ARRIVE: at once in the own CTA, later in another CTA of the cluster."""
@@ -259,9 +293,9 @@ class Units:
         scopes = {im.SCOPE_CTA: (agent.sm,), im.SCOPE_LEADER: (0,), im.SCOPE_CLUSTER: range(self.m.cluster)}
         for rank in scopes[row[im.B_SCOPE]]:
             if rank == agent.sm:
-                self.arrive(self.slots[agent.group][agent.slot], rank, barrier, agent.step)
+                self.arrive(self.slots[agent.group][agent.slot], rank, barrier, agent.step, agent.last_slice)
             else:
-                self.complete_later(agent, (rank,), barrier, self.now + self.m.remote_latency)
+                self.complete_later(agent, {rank: agent.last_slice}, barrier, self.now + self.m.remote_latency)
 
     def wait_op(self, agent: Agent, row: list[int]) -> Wait:
         """WAIT: pass if the phase is complete, else block."""
@@ -285,13 +319,14 @@ class Units:
         self.bins[start >> self.bin_shift, activity] += amount
 
     def record(
-        self, agent: Agent, track: int, start: int, end: int, kind: int, name: int, owner: int, rank: int
-    ) -> None:
-        """Keep a slice of the trace if the window asks for it."""
+        self, agent: Agent, track: int, start: int, end: int, kind: int, name: int, owner: int, rank: int, cause: int
+    ) -> int:
+        """Keep a slice of the trace if the window asks for it. Returns its row, NO_CAUSE if it is not kept."""
         sm = agent.group * self.m.cluster + rank
         if end <= start or sm not in self.window.sms or end <= self.window.ticks[0] or start >= self.window.ticks[1]:
-            return
+            return im.NO_CAUSE
         if len(self.trace) >= self.window.limit:
             self.truncated = True
-            return
-        self.trace.append((start, end, sm, agent.slot, track, name, kind, agent.row, agent.iteration, owner))
+            return im.NO_CAUSE
+        self.trace.append((start, end, sm, agent.slot, track, name, kind, agent.row, agent.iteration, owner, cause))
+        return len(self.trace) - 1

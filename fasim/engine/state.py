@@ -30,6 +30,12 @@ GROUP_ENDS = MMA_ENDS + ENDS  # + k % GROUPS_KEPT: completion of MMA group k
 COUNTS = GROUP_ENDS + GROUPS_KEPT  # + ring counter
 # then, from COUNTS + Machine.counters, the copies of each tensor in this tile
 
+# Columns of State.slices: rows of the trace, NO_CAUSE where they are not kept: the agent's last slice; the load done at
+# LOADS_DONE; the issue of the store done at STORES_DONE; what ended the agent's wait
+LAST_SLICE, LOAD_SLICE, STORE_SLICE, RELEASED_BY = range(4)
+# Rows of State.mma_slices: k % ENDS for MMA instruction k, and GROUP_SLICES + k % GROUPS_KEPT for the last of group k
+GROUP_SLICES = ENDS
+
 FREE = -1  # BLOCKED: not blocked
 ON_TILE = SCHEDULER  # BLOCKED: waits for the scheduler
 NOT_STARTED = -1  # DONE_AT before the CTA's first start
@@ -43,6 +49,10 @@ RUNNING = -2
     MMA_UNTIL, OWED, AS_OF, ABSORBED, STOPPED, TMA_FREE, INGRESS_FREE, EGRESS_FREE,
 ) = range(len(im.PIPES), len(im.PIPES) + 8)  # fmt: skip
 SM_FIELDS = len(im.PIPES) + 8
+# and, where a trace is kept, the slice that holds each pipe and the one in which the TMA was given its last copy
+HELD_BY = SM_FIELDS
+TMA_HELD_BY = HELD_BY + len(im.PIPES)
+TRACED_SM_FIELDS = TMA_HELD_BY + 1
 
 # Columns of State.barrier: arrivals in the current phase, completed phases
 ARRIVED, PHASES = range(2)
@@ -51,7 +61,7 @@ ARRIVED, PHASES = range(2)
 # TILES + j % DRAWN, the last of them
 CLUSTER, ALIVE, DRAWS, TILES = range(4)
 
-# Columns of State.heap; the target is an agent or, as -1 - barrier, a barrier
+# Columns of State.heap; the target is an agent or, as a negative number, an arrival (:func:`instructions.arrival`)
 TIME, SERIAL, TARGET = range(3)
 
 # Columns of State.group: events in its heap, events ever pushed; when and which agent wants a global
@@ -65,6 +75,11 @@ NEXT_CTA, NEXT_TILE, EVENTS, FULL_FROM, FULL_UNTIL, TRACED, TRUNCATED, BIN_SHIFT
 OK, OVERFLOW, BAD_LINE, APART = range(4)
 
 
+#: Bits of an arrival's barrier in a target; above them is the slice behind the arrival, one of at most MOST_SLICES.
+ARRIVAL_BITS = 36
+MOST_SLICES = 2**26
+
+
 class State(NamedTuple):
     """Everything that changes, in few arrays: each one costs time to compile and registers to pass.
 
@@ -72,7 +87,7 @@ class State(NamedTuple):
     """
 
     agent: Any  # (g, a, COUNTS + counters + tensors)
-    sm: Any  # (g, SM of the group, SM_FIELDS)
+    sm: Any  # (g, SM of the group, SM_FIELDS or TRACED_SM_FIELDS)
     barrier: Any  # (g, c, barriers, 2)
     slot: Any  # (g, CTA slot, TILES + DRAWN)
     heap: Any  # (g, capacity, 3) agenda of the group
@@ -81,8 +96,12 @@ class State(NamedTuple):
     scalars: Any
     bins: Any  # (BINS, activities + 1)
     stalls: Any  # (agents per CTA, reasons)
-    trace: Any
+    #: () or (1,), and so a part of the type: an engine that keeps no trace is compiled without the code for one.
+    traced: Any
+    trace: Any  # (slices kept, TRACE_COLUMNS)
     trace_sms: Any  # (sm_count,) 0/1
+    slices: Any  # (g, a, 4) where traced
+    mma_slices: Any  # (g, a, ENDS + GROUPS_KEPT, SM of the group) where traced
 
 
 class Program(NamedTuple):
@@ -107,6 +126,7 @@ def new_state(image: Image, window: TraceWindow) -> State:
     m = image.machine
     agents = m.cluster * m.slots * m.agents
     ctas = m.cluster * m.slots
+    traced = window.limit > 0
     events = agents + int(image.need.sum()) * ctas + 8 * ctas
 
     def zeros(*shape: int) -> IntArray:
@@ -114,7 +134,7 @@ def new_state(image: Image, window: TraceWindow) -> State:
 
     st = State(
         agent=zeros(m.groups, agents, COUNTS + m.counters + m.tensors),
-        sm=zeros(m.groups, m.cluster, SM_FIELDS),
+        sm=zeros(m.groups, m.cluster, TRACED_SM_FIELDS if traced else SM_FIELDS),
         barrier=zeros(m.groups, ctas, m.barriers, 2),
         slot=zeros(m.groups, m.slots, TILES + DRAWN),
         heap=zeros(m.groups, events, 3),
@@ -123,9 +143,13 @@ def new_state(image: Image, window: TraceWindow) -> State:
         scalars=zeros(11),
         bins=zeros(im.BINS, len(image.activity) + 1),
         stalls=zeros(m.agents, len(REASONS)),
-        trace=zeros(window.limit, im.TRACE_COLUMNS),
+        traced=(1,) if traced else (),
+        trace=zeros(min(window.limit, MOST_SLICES), im.TRACE_COLUMNS),
         trace_sms=zeros(m.groups * m.cluster),
+        slices=zeros(m.groups, agents if traced else 0, 4),
+        mma_slices=zeros(m.groups, agents if traced else 0, ENDS + GROUPS_KEPT, m.cluster),
     )
+    st.sm[:, :, SM_FIELDS:] = im.NO_CAUSE
     st.agent[:, :, DONE_AT] = NOT_STARTED
     st.slot[:, :, CLUSTER] = -1
     st.group[:, WANTS_AT] = NEVER

@@ -43,6 +43,8 @@ class Trace:
     tile: IntArray  # work tile the slice belongs to, -1 when none
     iteration: IntArray  # iteration of the innermost loop, -1 when none
     owner: IntArray  # unit tracks: index into ``tracks`` of the role that issued the work, else -1
+    #: Row of the slice that released this one (``docs/semantics.md``, section 9), -1 where there is none in this trace.
+    cause: IntArray
     truncated: bool = False  # the recording buffer filled up before the run ended
 
     def __len__(self) -> int:

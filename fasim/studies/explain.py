@@ -76,7 +76,7 @@ def explain(
     ]
     gains.sort(key=lambda gain: -gain.tenth_percent)
     assert run.trace is not None
-    graph = EventGraph(run.trace, arch)
+    graph = EventGraph(run.trace)
     return Explanation(run, useful, found, tuple(gains), _path_of_iteration(graph), critical_path(graph, steady=False))
 
 

@@ -38,7 +38,10 @@ BOTTLENECK_PERCENT = 75.0
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """What to record: SM numbers, a window in cycles (None: all), and a bound on the slices."""
+    """What to record: SM numbers, a window in cycles (None: all), and a bound on the slices.
+
+    SMs of one cluster release each other's roles, so all of a cluster are recorded with one of them.
+    """
 
     sms: tuple[int, ...] = (0,)
     cycles: tuple[int, int] | None = None
@@ -180,13 +183,6 @@ def execute(
     ``host_ticks``: time the host takes to launch each image (none where empty). An image that the host brings later
     than the end of the one before starts late, and waits in its launch ramp.
     """
-    window = NO_TRACE
-    if trace is not None:
-        sms = images[0].machine.groups * images[0].machine.cluster
-        if bad := [sm for sm in trace.sms if not 0 <= sm < sms]:
-            raise ConfigError(f"cannot trace SM {bad[0]}: the chip has SMs 0 to {sms - 1}")
-        first, last = trace.cycles or (0, 2**40)
-        window = TraceWindow(trace.sms, (first * im.TICKS, last * im.TICKS), trace.limit)
     run = _engine(engine)
     memory = new_memory(images[0].lines, images[0].machine, images[0].slowest_line)
     results = []
@@ -196,10 +192,22 @@ def execute(
         late = max(0, brought - ended)
         if late:
             image = replace(image, machine=image.machine._replace(ramp=image.machine.ramp + late))
-        results.append(run(image, window, memory))
+        results.append(run(image, _window(trace, image), memory))
         ended += results[-1].ticks
         next_launch(memory)
     return results
+
+
+def _window(trace: TraceSpec | None, image: Image) -> TraceWindow:
+    """``trace`` as an engine takes it, with whole clusters. Raises ConfigError for an SM that the chip has not."""
+    if trace is None:
+        return NO_TRACE
+    cluster, sms = image.machine.cluster, image.machine.groups * image.machine.cluster
+    if bad := [sm for sm in trace.sms if not 0 <= sm < sms]:
+        raise ConfigError(f"cannot trace SM {bad[0]}: the chip has SMs 0 to {sms - 1}")
+    first, last = trace.cycles or (0, 2**40)
+    whole = dict.fromkeys(sm - sm % cluster + rank for sm in trace.sms for rank in range(cluster))
+    return TraceWindow(tuple(whole), (first * im.TICKS, last * im.TICKS), trace.limit)
 
 
 def _engine(name: str) -> Callable[[Image, TraceWindow, MemoryState], RawResult]:
@@ -290,7 +298,7 @@ def _trace(launches: Sequence[Launch]) -> Trace:
     tracks: list[str] = []
     names: list[str] = []
     parts = []
-    offset = 0
+    offset = rows = 0
     for launch in launches:
         own = [_label(launches, launch, agent) for agent in launch.image.agents] + ["tensor", "tma"]
         tracks += [track for track in own if track not in tracks]
@@ -301,7 +309,9 @@ def _trace(launches: Sequence[Launch]) -> Trace:
         t[:, im.T_TRACK], t[:, im.T_OWNER] = track_index[t[:, im.T_TRACK]], track_index[t[:, im.T_OWNER]]
         t[:, im.T_NAME] = name_index[t[:, im.T_NAME]]
         t[:, [im.T_START, im.T_END]] += offset
+        t[t[:, im.T_CAUSE] != im.NO_CAUSE, im.T_CAUSE] += rows
         offset += launch.raw.ticks
+        rows += len(t)
         parts.append(t)
     t = np.concatenate(parts)
     return Trace(
@@ -318,5 +328,6 @@ def _trace(launches: Sequence[Launch]) -> Trace:
         tile=t[:, im.T_TILE],
         iteration=t[:, im.T_ITER],
         owner=t[:, im.T_OWNER],
+        cause=t[:, im.T_CAUSE],
         truncated=any(launch.raw.truncated for launch in launches),
     )

@@ -61,8 +61,8 @@ def write_html(
 
     The timeline opens at the window [first, last) ``cycles``, by default at a few iterations in steady state. It
     holds everything recorded of ``sm``, or the ``MAX_SLICES`` around that window, which the page then says.
-    ``arch``, the chip of the run, adds the roofline and the arrows, ``losses``
-    (:func:`fasim.analysis.losses.losses`) the way from peak to achieved, ``gains`` what faster resources would bring.
+    ``arch``, the chip of the run, adds the roofline, ``losses`` (:func:`fasim.analysis.losses.losses`) the way from
+    peak to achieved, ``gains`` what faster resources would bring.
     Raises ConfigError for another suffix, a run without trace, an ``sm`` or ``cycles`` outside the trace, or a path
     that cannot be written.
     """
@@ -70,9 +70,7 @@ def write_html(
     check_suffix(path, SUFFIXES, "report")
     trace = require_trace(run)
     rows = rows_of(trace, sm)
-    causes = None if arch is None else EventGraph(trace, arch, sm).causes()
-    data, cut = _timeline(trace, rows, window_of(trace, sm, cycles), causes)
-
+    data, cut = _timeline(trace, rows, window_of(trace, sm, cycles), EventGraph(trace, sm).causes())
     text = _render(
         "report.html.j2",
         run,
@@ -86,7 +84,6 @@ def write_html(
         cut=cut,
         truncated=trace.truncated,
         data=data,
-        arrows=arch is not None,
     )
     with atomic_output(path) as file:
         file.write(text.encode())
@@ -123,7 +120,7 @@ def _render(template: str, run: Run, **more: Any) -> str:
 
 
 def _timeline(
-    trace: Trace, rows: Sequence[Row], window: tuple[int, int], causes: IntArray | None
+    trace: Trace, rows: Sequence[Row], window: tuple[int, int], causes: IntArray
 ) -> tuple[dict[str, Any], str]:
     """What the page draws, as plain data, and what it has to say when that is not all of the recording.
 
@@ -145,9 +142,8 @@ def _timeline(
         cut += f"{len(recorded):,} slices; choose others with --cycles A:B."
     kept = [row.index[(trace.end[row.index] > low) & (trace.start[row.index] <= high)] for row in rows]
     shown_rows = [_row_data(trace, row, index) for row, index in zip(rows, kept, strict=True)]
-    if causes is not None:
-        for row_data, links in zip(shown_rows, _links(kept, causes), strict=True):
-            row_data["causes"] = links
+    for row_data, links in zip(shown_rows, _links(kept, causes), strict=True):
+        row_data["causes"] = links
     data = {
         "ticks": trace.ticks_per_cycle,
         "limits": [low // trace.ticks_per_cycle, -(-high // trace.ticks_per_cycle)],
@@ -173,7 +169,6 @@ def _row_data(trace: Trace, row: Row, index: IntArray) -> dict[str, Any]:
         "unit": row.is_unit,
         "owners": owners,
         "slices": np.column_stack(columns).ravel().tolist(),
-        "causes": [],
     }
 
 

@@ -70,6 +70,7 @@ def _trace(pd: Any, run: Run) -> Any:
             "owner": tracks[trace.owner],
             "tile": trace.tile,
             "iteration": trace.iteration,
+            "cause": trace.cause,
             "start_cycles": trace.start / trace.ticks_per_cycle,
             "end_cycles": trace.end / trace.ticks_per_cycle,
         }

@@ -11,8 +11,8 @@ Opened in the UI, a run looks like this: a process per SM, a track per role and 
 
 How to read it: **one cycle is shown as one microsecond**, so "3 ms 43 us" reads 3043 cycles, whatever the clock of the
 run, and fractions of a cycle stay visible. A slice with work has the name of its op, a wait the name of its
-reason first. Click a slice for its tile, iteration, reason and (on unit tracks) the role that issued it; click the
-slice of "fasim" for what was run, the clock and the scale.
+reason first. Click a slice for its tile, iteration, reason and what released it or (on unit tracks) the role that
+issued it; click the slice of "fasim" for what was run, the clock and the scale.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ def _slices(trace: Trace, index: list[int]) -> Iterator[_Slice]:
                 args[key] = value
         if issuer >= 0:
             args["owner"] = labels[issuer]
+        elif (cause := int(trace.cause[i])) >= 0:
+            args["released_by"] = f"{trace.tracks[trace.track[cause]]}: {trace.names[trace.name[cause]]}"
         name = (op or reason) if reason in ("work", "busy") else f"{reason}: {op}" if op else reason
         start, end = int(trace.start[i]), int(trace.end[i])
         yield _Slice(name, reason, start / trace.ticks_per_cycle, end / trace.ticks_per_cycle, args)

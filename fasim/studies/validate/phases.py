@@ -178,6 +178,7 @@ def stamps_trace(stamps: Stamps) -> Trace:
         tile=tile[order],
         iteration=iteration[order],
         owner=nothing - 1,
+        cause=nothing - 1,
     )
 
 
