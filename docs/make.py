@@ -1,8 +1,8 @@
 """Make the figures and tables of README and docs.
 
-``python docs/make.py`` takes about twenty minutes; the fits, half of it, are resumed. Writes docs/img/*.png,
+``python docs/make.py`` takes about ten minutes. Writes docs/img/*.png,
 docs/story.md and docs/accuracy.md, and replaces what stands between the marks
-``<!-- accuracy -->`` in README.md, ``<!-- limits -->`` in docs/explain.md and ``<!-- fit -->`` in docs/calibrate.md.
+``<!-- accuracy -->`` in README.md and ``<!-- limits -->`` in docs/explain.md.
 Nothing in there is typed by hand. Part ``numbers`` fills the tables of docs/schedules/*.md and validation/DEVIATIONS.md
 whose headings name a command (docs/tables.py).
 """
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import tempfile
 from pathlib import Path
-from statistics import fmean
 
 from limits import limits
 from story import story
@@ -22,7 +20,6 @@ from tables import numbers
 from fasim.arch import load_arch
 from fasim.problem import Problem
 from fasim.results.validation import Summary, Validation
-from fasim.studies.kernel_fit import KERNEL_FIT, Fitter
 from fasim.studies.simulate import TraceSpec, simulate
 from fasim.studies.validate.counters import TRAFFIC, UNITS, compare_counters
 from fasim.studies.validate.phases import PHASES, compare_phases
@@ -33,9 +30,7 @@ from fasim.views.validation_plot import plot_validation
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "validation" / "data"
-PARTS = ("pictures", "story", "limits", "numbers", "accuracy", "fit")
-
-SPLITS = 5  # of the cross-validation
+PARTS = ("pictures", "story", "limits", "numbers", "accuracy")
 
 
 def pictures() -> None:
@@ -80,24 +75,6 @@ def overview(result: Validation) -> str:
             if part := Summary.of(r for r in rows if int(r.columns["head_dim"]) == d):
                 lines.append(summary_row(f"{kernel} {dtype} d{d}", part))
     return "\n".join(lines)
-
-
-def fit() -> None:
-    """The table of docs/calibrate.md: fits on either half of some splits."""
-    keys = [parameter.key.rpartition(".")[2] for parameter in KERNEL_FIT.parameters]
-    lines = [
-        f"| seed | half | {' | '.join(keys)} | fitted, MAPE % | held out, MAPE % |",
-        "|---|---|" + "---|" * (len(keys) + 2),
-    ]
-    resume = Path(tempfile.gettempdir()) / "fasim-fit.jsonl"
-    data = [DATA / "h200_timing.csv", DATA / "h200_fa3_ablations.csv"]
-    results = Fitter(data, resume=resume).cross_validate(range(SPLITS))
-    for r in results:
-        values = " | ".join(f"{value:g}" for value in r.values)
-        lines.append(f"| {r.seed} | {r.half} | {values} | {100 * r.fitted.mape:.2f} | {100 * r.held_out.mape:.2f} |")
-    fitted, other = (100 * fmean(getattr(r, part).mape for r in results) for part in ("fitted", "held_out"))
-    lines.append(f"| mean | | {'| ' * len(keys)}{fitted:.2f} | {other:.2f} |")
-    insert(ROOT / "docs" / "calibrate.md", "fit", "\n".join(lines))
 
 
 def insert(path: Path, mark: str, text: str) -> None:
@@ -195,8 +172,7 @@ Known differences and their causes: `validation/DEVIATIONS.md`.
 ## What was fitted
 
 Nothing on whole kernels: the Hopper machine model is data sheets and microbenchmarks (`docs/calibrate.md`), so all rows
-are predictions. Two numbers are means over builds of a microbenchmark that differ much; what whole kernels would choose
-for them, fitted on halves of the rows, is in `docs/calibrate.md`, and does not do better on the other halves. Schedules
+are predictions. Two numbers are means over builds of a microbenchmark that differ much (`docs/calibrate.md`). Schedules
 add what compiled code and counters say (instruction counts and their order, instruction fetch); fitted ones say so.
 
 ## FA3 with one switch changed
@@ -248,5 +224,3 @@ if __name__ == "__main__":
         numbers()
     if "accuracy" in wanted:
         accuracy()
-    if "fit" in wanted:
-        fit()

@@ -133,12 +133,8 @@ for row in rows:
 show(table)
 
 # %% [markdown]
-# What microbenchmarks leave open can be fitted on whole kernels, on a half of the timings, and judged on the other:
-#
-#     fasim calibrate --fit-kernels validation/data/h200_timing.csv --arch h100 --cross-validate 3
-#
 # Two numbers are measured as a wide range only: what an FMUL and an FFMA of a softmax take from a running wgmma. The
-# files have the means; whole kernels do not choose better ones (docs/calibrate.md).
+# files have the means (docs/calibrate.md).
 
 # %% [markdown]
 # ## What was said, checked

@@ -3,20 +3,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tomlkit
 from test_cli import call
 
 from fasim.arch import arch_folder, load_arch
 from fasim.errors import ConfigError
-from fasim.results.validation import Row, Validation
-from fasim.studies import kernel_fit
 from fasim.studies.calibrate.estimates import Estimate
 from fasim.studies.calibrate.microbench import Microbench
 from fasim.studies.calibrate.rules import POWER_OF_TWO, RULES, Rule
-from fasim.studies.calibrate.study import calibrate, current_value, set_value, with_values
-from fasim.studies.kernel_fit import Fitter, KernelFit, Parameter
+from fasim.studies.calibrate.study import calibrate, current_value, set_value
 
 RESULTS = Path(__file__).parents[1] / "validation" / "data" / "h200_microbench.json"
 
@@ -170,87 +166,6 @@ def test_other_architectures_are_refused():
         calibrate(RESULTS, "a100")
 
 
-# ---- fits on whole kernels ----
-
-FIT = KernelFit((Parameter("a", 0, 10, 11, 0.5), Parameter("b", 0, 4, 5, 0.5)), ("k",), {"dtype": "bf16"})
-
-
-@pytest.fixture
-def simulations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Row i errs by (a - 7) (1 + i / 10) and, where odd, by b - 2, in per cent; the overrides simulated with.
-
-    An error jumps by half a per cent on every second value of ``a``, but for the one that is right.
-    """
-    asked: list[list[str]] = []
-
-    def validate(data, *, kernels, cells, overrides, threads):
-        assert (kernels, cells) == (("k",), {"dtype": "bf16"})
-        asked.append(overrides)
-        a, b = (float(text.partition("=")[2]) for text in overrides)
-        jump = 0.5 * (a % 2) * (-1) ** (a // 2) * (a != 7)
-        rows = [Row({}, i == 12, error=((a - 7) * (1 + i / 10) + i % 2 * (b - 2) + jump) / 100) for i in range(13)]
-        return Validation("", "", "compiled", (), tuple(rows), (), ())
-
-    monkeypatch.setattr(kernel_fit, "validate", validate)
-    return asked
-
-
-@pytest.fixture
-def data(tmp_path) -> Path:
-    path = tmp_path / "data.csv"
-    path.write_text("kernel\nk\n")
-    return path
-
-
-def test_a_half_is_enough_to_find_the_values(data, simulations):
-    fitter = Fitter([data], FIT)
-    for result in fitter.cross_validate(range(2)):
-        assert result.values == (7.0, 2.0)
-        assert (result.fitted.n, result.held_out.n) == (6, 6)  # the short row is neither
-        assert result.fitted.mape == result.held_out.mape == 0
-    assert len(simulations) == 55, "each point once, whatever the number of fits"
-
-
-def test_what_was_simulated_is_resumed(data, simulations, tmp_path):
-    file = tmp_path / "points.jsonl"
-    points = [(0.0, 0.0), (1.0, 0.0)]
-    first = Fitter([data], FIT, resume=file).errors(points)
-    with file.open("a") as stream:
-        stream.write('{"origin": "cut o')
-    again = Fitter([data], FIT, resume=file)
-    assert np.array_equal(again.errors(points), first) and len(simulations) == 2
-    data.write_text("kernel\nk\nk\n")
-    file.write_text(file.read_text().rpartition("\n")[0] + "\n")
-    Fitter([data], FIT, resume=file).errors(points)
-    assert len(simulations) == 4
-    file.write_text("a note\nof mine\n")
-    with pytest.raises(ConfigError, match="not a file of results: 'a note'"):
-        Fitter([data], FIT, resume=file)
-
-
-def test_rows_without_prediction_or_too_few_of_them_are_refused(data, monkeypatch):
-    for rows, message in (([Row({}, False, reason="no schedule")], "no schedule"), ([], "0 rows to fit on")):
-        result = Validation("", "", "compiled", (), tuple(rows), (), ())
-        monkeypatch.setattr(kernel_fit, "validate", lambda *_, found=result, **__: found)
-        with pytest.raises(ConfigError, match=message):
-            Fitter([data], FIT).errors([(0.0, 0.0)])
-
-
-def test_the_parameters_exist_and_are_measured_in_the_range_of_the_fit():
-    text = (arch_folder() / "h100.toml").read_text()
-    for parameter in kernel_fit.KERNEL_FIT.parameters:
-        value = current_value(load_arch("h100"), parameter.key)
-        assert parameter.lowest < value < parameter.highest
-        assert re.search(rf"^{parameter.key.rpartition('.')[2]} = {value:g}  #.*\[measured ", text, re.MULTILINE)
-
-
-def test_a_fitted_value_replaces_the_last_fit():
-    key = "sm.interference.fmul_stop_cycles"
-    once = with_values("h100", [(key, "99", "fitted on a b c")])
-    assert once.count("[fitted on a b c]") == 1
-    assert load_arch("h100").content_digest() != "" and "fmul_stop_cycles = 99  #" in once
-
-
 # ---- the command ----
 
 
@@ -264,25 +179,12 @@ def test_command_prints_and_writes(monkeypatch, tmp_path, capsys):
     assert "written" in capsys.readouterr().err
 
 
-def test_command_fits_kernels(monkeypatch, simulations, data, tmp_path, capsys):
-    monkeypatch.setattr(kernel_fit, "KERNEL_FIT", FIT)
-    monkeypatch.setattr(kernel_fit.Fitter.__init__, "__defaults__", (FIT,))
-    line = f"fasim calibrate --fit-kernels {data} --arch h100"
-    assert call(monkeypatch, f"{line} --cross-validate 2") == 0
-    out = capsys.readouterr().out
-    assert "mean: fitted 0.00 %, held out 0.00 %, +0.00 points" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--arch h200", "give RESULTS.json"),
-        ("{results} --fit-kernels x.csv --arch h200", "give RESULTS.json"),
-        ("{results} --arch h200 --cross-validate 2", "--cross-validate: needs --fit-kernels"),
-        ("--fit-kernels x.csv --cross-validate 2 --arch h200 -o x.toml", "--cross-validate: writes no file"),
+        ("--arch h200", "Missing argument 'RESULTS.json'"),
         ("{results}x --arch h200", "cannot read: No such file"),
         ("{results} --arch h900", "unknown architecture 'h900'"),
-        ("--fit-kernels /nowhere.csv --arch h200", "/nowhere.csv: cannot read"),
     ],
 )
 def test_command_names_bad_input(monkeypatch, capsys, arguments, message):

@@ -1,9 +1,8 @@
-"""The tables of a calibration and of fits on whole kernels, as rich renderables."""
+"""The table of a calibration, as a rich renderable."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from statistics import fmean
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -11,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fasim.studies.calibrate.study import Calibration, Change
-from fasim.studies.kernel_fit import FitResult, KernelFit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,29 +46,6 @@ def render_calibration(result: Calibration) -> RenderableType:
         parts.append("")
         parts += [Text(f"not set: {key}: {reason}") for key, reason in result.skipped]
     return Group(*parts)
-
-
-def render_fits(fit: KernelFit, results: Sequence[FitResult]) -> RenderableType:
-    """One line per fit: the values, and the mean absolute error in per cent of the rows fitted on and of the others."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("seed", "half", *(p.key.rpartition(".")[2] for p in fit.parameters)):
-        table.add_column(name, justify="right")
-    for name in ("fitted on", "MAPE %", "held out", "MAPE %", "points apart"):
-        table.add_column(name, justify="right")
-    for r in results:
-        table.add_row(
-            str(r.seed),
-            str(r.half),
-            *(f"{value:g}" for value in r.values),
-            str(r.fitted.n),
-            f"{100 * r.fitted.mape:.2f}",
-            str(r.held_out.n),
-            f"{100 * r.held_out.mape:.2f}",
-            f"{100 * (r.held_out.mape - r.fitted.mape):+.2f}",
-        )
-    fitted, held_out = (fmean(getattr(r, part).mape for r in results) for part in ("fitted", "held_out"))
-    mean = f"mean: fitted {100 * fitted:.2f} %, held out {100 * held_out:.2f} %"
-    return Group(table, Text(f"{mean}, {100 * (held_out - fitted):+.2f} points")) if len(results) > 1 else table
 
 
 def _parts(change: Change) -> Iterator[tuple[str, float, float, float]]:

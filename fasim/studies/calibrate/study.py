@@ -1,4 +1,4 @@
-"""Architecture files from microbenchmarks: applies the rules of ``calibration_rules`` to a TOML file.
+"""Architecture files from microbenchmarks: applies the rules of :mod:`fasim.studies.calibrate.rules` to a TOML file.
 
 What a file inherits from its base is stated in it only where the measurement differs, so a file of a product with
 known SMs stays short. Values of the product itself (memory system) are taken over only when the results come from it.
@@ -10,7 +10,7 @@ Every value that a rule sets carries in its comment where it came from::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -81,17 +81,6 @@ def calibrate(results: Path, arch: str | Path, rules: Sequence[Rule] = RULES) ->
             set_value(document, rule.key, rule.text(new), note)
         changes.append(Change(rule, old, new, estimate, inherited and new == old))
     return Calibration(tomlkit.dumps(document), tuple(changes), tuple(skipped))
-
-
-def with_values(arch: str | Path, values: Iterable[tuple[str, str, str]]) -> str:
-    """The content of an architecture's file with values set: key, TOML text and provenance of each.
-
-    Raises ConfigError as :func:`fasim.arch.load_arch` does.
-    """
-    document = tomlkit.parse(Path(load_arch(arch).source).read_text(encoding="utf-8"))
-    for key, text, note in values:
-        set_value(document, key, text, note)
-    return tomlkit.dumps(document)
 
 
 def current_value(arch: Arch, key: str) -> Value:
