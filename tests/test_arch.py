@@ -204,7 +204,7 @@ def test_own_file_with_base(tmp_path):
         ("clock.sustained_mhz=3", "clock.sustained_mhz: expected a table, got 3"),
         ("chip.sm_count=1.5", "chip.sm_count: expected an integer, got 1.5"),
         ("architecture=ampre", "architecture: unknown value 'ampre'; did you mean 'ampere'?"),
-        ("sm.tmem.columns=512", "sm.tmem.lanes: missing key (and 3 more)"),
+        ("sm.tmem.columns=512", "sm.tmem.load_bytes_per_cycle: missing key (and 2 more)"),
         ("digest=0", "digest: unknown key"),
         ("source=0", "source: unknown key"),
         ("_provenance=0", "_provenance: unknown key"),

@@ -18,7 +18,7 @@ from fasim.arch.sm import DtypeTable, Sm
 from fasim.files import Table, keyed_by, one_of
 
 #: Kinds of work with a documented sustained clock, the keys of ``clock.sustained_mhz``.
-WORK_KINDS = ("tensor_16bit", "tensor_8bit", "memory", "latency")
+WORK_KINDS = ("tensor_16bit", "tensor_8bit", "memory")
 
 ClockTable = Annotated[Mapping[Annotated[str, AfterValidator(one_of(WORK_KINDS))], PositiveFloat], keyed_by(WORK_KINDS)]
 
@@ -52,8 +52,7 @@ class Clock(Table):
     datasheet_mhz: PositiveFloat
     """Clock behind the datasheet's tensor peak."""
     sustained_mhz: ClockTable
-    """Clock held under load, by kind of work: busy tensor cores (16-bit, 8-bit and narrower), memory bound, or
-    latency bound."""
+    """Clock held under load, by kind of work: busy tensor cores (16-bit, 8-bit and narrower), or memory bound."""
     attention: LoadLine | None = None
     """Clock under attention kernels; without it ``sustained_mhz`` stands for them."""
 

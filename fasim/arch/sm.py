@@ -218,7 +218,6 @@ class Tmem(Table):
     """Tensor memory."""
 
     columns: PositiveInt
-    lanes: PositiveInt
     load_bytes_per_cycle: PositiveFloat
     store_bytes_per_cycle: PositiveFloat
     load_latency_cycles: PositiveFloat
