@@ -83,40 +83,6 @@ def test_triton():
     assert build.mix("mask") == {"alu": parts.MASK_PER_SCORE}
 
 
-@pytest.mark.parametrize("name", ["reference", "pytorch"])
-def test_fa2(name):
-    build, top = load_build("fa2", name), module("fa2", "fa2")
-    old = top.BUILDS[name]
-    for d, (m, n, warps, registers) in top.TILES.items():
-        problem = Problem(head_dim=d - 8)
-        row = build.tile(problem, one_cta=False)
-        assert (row.tile_m, row.tile_n, row.warps, row.registers) == (m, n, warps, registers)
-        assert build.row("padded", problem) == {"head_dim": d}
-        assert build.mix("moves", d) == {"alu": old.moves[d]}
-        assert build.mix("integer", d) == {"alu": old.integer[d]}
-        assert build.mix("spills", d).get("lds", 0) == old.spills.get(d, 0.0)
-    row = build.tile(Problem(head_dim=256), one_cta=True)
-    assert (row.tile_m, row.tile_n, row.warps, row.registers) == top.TILE_256_WIDE
-    assert build.cost("fetch") == top.FETCH_CYCLES
-    assert build.mix("addresses") == top.ADDRESSES
-    assert build.mix("iteration") == {"imad": top.IMAD, "misc": top.OTHER}
-    exp = {"ffma": old.ffma, "fmul": old.fmul, "fadd": old.fadd, "alu": old.compare, "ex2": 1.0, "f2fp": 0.5}
-    assert counts((build.mix("exp"), 1)) == counts((exp, 1))
-    row_max = {"fmnmx": 2, "alu": 2 * old.compare, "shfl": 2}
-    assert counts((build.mix("row_max", "row"), 1)) == counts((row_max, 1))
-    scale = {"ffma": 1.0, "fmul": old.row_fmul, "ex2": 1.0, "alu": old.row_select}
-    assert counts((build.mix("scale"), 1)) == counts((scale, 1))
-
-
-def test_fa1():
-    build, top, grid = load_build("fa1", "1.0.8"), module("fa1", "fa1"), module("fa1", "_fa1_grid")
-    for d, short, keys in ((32, False, 256), (64, False, 256), (64, True, 128), (128, False, 128), (128, True, 128)):
-        row = build.tile(Problem(head_dim=d), short=short)
-        assert (row.tile_m, row.tile_n, row.warps) == (grid.ROWS, keys, top.WARPS)
-        assert build.row("padded", Problem(head_dim=d - 8)) == {"head_dim": d}
-    assert build.cost("ctas_per_sm") == top.CTAS_PER_SM
-
-
 def test_naive():
     top, rows, gemm = module("naive", "naive"), module("naive", "_naive_rows"), module("naive", "_naive_gemm")
     for version, (warp, share) in top.VERSIONS.items():

@@ -6,13 +6,12 @@ from fasim.kernels.forward import Forward
 from fasim.kernels.softmax import ACCESS_BYTES
 from fasim.program.effects import Add, Effect, Move, Normalise, Round, Store
 from fasim.program.language import Barrier, Role, Smem, Tensor
-from fasim.program.ops import scale_mix
+from fasim.program.ops import CopyEngine, Mix, scale_mix
 
 
 def normalise(c: Role, f: Forward) -> None:
     """Row sums across the quad, their reciprocals, O / l and its log-sum-exp, O to 16 bit."""
-    latency = {"shfl": 2.0, "fma": 2.0, "ex2": 2.0}
-    c.vector("row sum", f.build.mix("row_sum"), latency=latency, effects=())  # type: ignore[arg-type]
+    c.vector("row sum", f.build.mix("row_sum"), latency={"shfl": 2, "fma": 2, "ex2": 2})
     effects: tuple[Effect, ...] = (Add("O", "PV"),) if f.two_level else ()
     effects += (Normalise("O"),)
     if f.output == "partial":  # each warpgroup stores its own rows of a split's share
@@ -26,8 +25,8 @@ def normalise(c: Role, f: Forward) -> None:
 def stage(c: Role, f: Forward) -> None:
     """A warpgroup's rows of O into shared memory, and a proxy fence so that TMA sees them."""
     nbytes = 2 * 64 * f.dv
-    mix = {"sts": nbytes / ACCESS_BYTES / 4}
-    c.vector("store O", mix, smem_bytes=nbytes, effects=(Move("O", Smem("O")),))  # type: ignore[arg-type]
+    mix: Mix = {"sts": nbytes / ACCESS_BYTES / 4}
+    c.vector("store O", mix, smem_bytes=nbytes, effects=(Move("O", Smem("O")),))
     c.delay("fence O", f.build.cost("fence_o"))
 
 
@@ -58,8 +57,8 @@ def store_by_last(c: Role, f: Forward, done: Barrier, staged: Barrier, o: Tensor
             c.sync(staged, label="O complete")
     with c.only(-1):
         effects = () if f.output == "partial" else (Store(Smem("O")),)
-        engine = "tma" if f.output == "tma" else "threads"
-        c.copy("store O", o, o.line_bytes, "store", engine, boxes=-(-f.dv // 64), effects=effects)  # type: ignore[arg-type]
+        engine: CopyEngine = "tma" if f.output == "tma" else "threads"
+        c.copy("store O", o, o.line_bytes, "store", engine, boxes=-(-f.dv // 64), effects=effects)
         if f.output == "tma":
             c.wait_copies("store", "wait O store")
         c.arrive(free, scope="cluster", label="O stored")

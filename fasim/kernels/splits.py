@@ -18,6 +18,7 @@ from fasim.problem.masks import IntArray
 from fasim.program.builds import Build
 from fasim.program.effects import AddSplit, Fetch, Layout, Region, Round, SplitWeights, Store
 from fasim.program.language import Kernel, Smem
+from fasim.program.ops import Mix
 
 
 def cut_tiles(problem: Problem, arch: Arch, tile_m: int, tile_n: int, splits: int) -> BlockInfo:
@@ -91,8 +92,8 @@ def combine(name: str, cut: BlockInfo, arch: Arch, build: Build) -> Kernel:
             with c.loop(trips, "splits"):
                 c.wait_filled(buffers)
                 add = (AddSplit(Smem(buffers.buffer.name)),)
-                mix = {"lds": values / 4 + 1, "ffma": values}
-                c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1}, effects=add)  # type: ignore[arg-type]
+                mix: Mix = {"lds": values / 4 + 1, "ffma": values}
+                c.vector("add", mix, smem_bytes=partial.line_bytes, latency={"smem": 1}, effects=add)
                 if more:
                     c.fill(buffers, "threads")
         converted = Round("O", "O", "fp16" if problem.dtype == "fp16" else "bf16")

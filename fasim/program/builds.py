@@ -18,7 +18,7 @@ from fasim.arch.instructions import INSTRUCTIONS, InstructionClass
 from fasim.errors import ConfigError, did_you_mean
 from fasim.files import File, Shelf, Table, data_folder, keyed_by, merge_chain, one_of, owner, validate
 from fasim.problem import Problem
-from fasim.program.ops import Mix
+from fasim.program.ops import Mix, add_mixes, scale_mix
 
 #: How a number was found. ``source``: read in source code or documentation. ``counted``: in machine code or in
 #: executed opcodes. ``measured``: counters, cycle stamps or timed builds. ``residual``: what measurements of whole
@@ -228,6 +228,10 @@ class Build(Table):
         """The instruction counts ``name``, of a ``kind`` where they have several. Raises ConfigError as ``cost``."""
         table: MixTable = self._named("mixes", self.mixes, name)
         return table.mix if table.mix is not None else self._kind(f"mixes.{name}", table.by_kind, kind)
+
+    def total(self, name: str, **times: float) -> Mix:
+        """Instruction counts of several kinds, each as often as said: ``total("mask", step=1, element=32)``."""
+        return add_mixes(*(scale_mix(self.mix(name, kind), count) for kind, count in times.items()))
 
     def row(self, name: str, problem: Problem | None = None, **facts: Fact) -> Mapping[str, bool | int | float]:
         """Columns of the table ``name``, each from the first row that fits and states it.

@@ -1,20 +1,27 @@
-"""FlashAttention-1's grid: who takes which rows, how many steps a block has, and which rows a copy means.
+"""A grid whose outer loop runs over KV blocks: who takes which query rows, how many steps a block has.
 
-Sources as :mod:`fa1`.
+FlashAttention-1: a CTA holds a block of K and V and lets its share of the query rows, ``ROWS`` at a time, pass by.
+Source: fmha_fprop_kernel_1xN.h, fmha_fwd_launch_template.h of Dao-AILab/flash-attention v1.0.8 (9610114c).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from fasim.arch import Arch
 from fasim.kernels.blocks import BlockInfo
-from fasim.program.effects import Layout, Region
-from fasim.program.language import Kernel
+from fasim.kernels.layouts import kv_layout
+from fasim.program.builds import Build
+from fasim.program.effects import Effect, Layout, Load, Move, Region
+from fasim.program.language import Kernel, Role, Smem, Tensor
+from fasim.program.tiles import Cursor
 
 ROWS = 16  # query rows of one step
+WARPS = 4  # which split the keys
 
 IntArray = npt.NDArray[np.int64]
 
@@ -106,3 +113,65 @@ def row_layouts(k: Kernel, splits: int, steps: int, blocks: int) -> dict[str, La
 
     arrays = {"Q": "Q", "Q again": "Q", "O": "O", "O partial": "O partial", "O partial again": "O partial"}
     return {tensor: layout(tensor, array) for tensor, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A K/V block: padded head dim, keys, and the tensors that pass by. ``again``: strips that are in L2 already."""
+
+    arch: Arch
+    build: Build
+    d: int
+    keys: int
+    dtype: str
+    t: dict[str, Tensor]
+
+    @property
+    def scores(self) -> float:
+        """Scores per thread and step; a thread has them in two rows."""
+        return ROWS * self.keys / (32 * WARPS)
+
+    @property
+    def flops(self) -> float:
+        """FLOP of one of the two GEMMs of a step."""
+        return 2.0 * ROWS * self.keys * self.d
+
+    def exchange(self, kind: str, warp: int = 0) -> Smem:
+        """Where the warps meet: parts of O in FP32, behind them a row maximum and a row sum for each row and warp."""
+        sizes = {"O": 4 * ROWS * self.d, "max": 4 * ROWS * WARPS, "sum": 4 * ROWS * WARPS}
+        begin = {"O": warp * sizes["O"], "max": WARPS * sizes["O"], "sum": WARPS * sizes["O"] + sizes["max"]}[kind]
+        return Smem("parts", share=(begin / self.exchanged_bytes, (begin + sizes[kind]) / self.exchanged_bytes))
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Parts of O, row maxima and row sums."""
+        return WARPS * 4 * ROWS * self.d + 2 * 4 * ROWS * WARPS
+
+
+def block(k: Kernel, build: Build, padded: int, keys: int, splits: int) -> Block:
+    """The tensors of a kernel whose tile table :func:`grid` has filled."""
+    problem = k.problem
+    heads, blocks, steps = problem.batch * problem.heads_q, problem.kv_tiles(keys), problem.q_tiles(ROWS)
+    q_bytes, o_bytes, kv_bytes = 2 * ROWS * padded, 4 * ROWS * padded, 2 * keys * padded
+    kv, rows = kv_layout(BlockInfo(problem, ROWS, keys), problem.head_dim), row_layouts(k, splits, steps, blocks)
+    tensors = {name: k.tensor(name, heads * blocks, kv_bytes, "kv", 1, kv) for name in ("K", "V")}
+    for name, nbytes in (("Q", q_bytes), ("O", q_bytes), ("O partial", o_bytes)):
+        tensors[name] = k.tensor(name, heads * steps, nbytes, "q", 1, rows[name])
+    # From a CTA's second K/V block on, its strip of Q and O is taken to be in L2; one line stands for it.
+    for name, nbytes in (("Q again", q_bytes), ("O partial again", o_bytes)):
+        tensors[name] = k.tensor(name, heads * splits, nbytes, "cta", layout=rows[name])
+    return Block(k.arch, build, padded, keys, problem.dtype, tensors)
+
+
+def load_q(w: Role, q: Tensor, first: bool) -> None:
+    """The next rows of Q, and what earlier blocks left of their softmax."""
+    effects = (Load("next Q"),) if first else (Load("next Q"), Load("next lse", array="LSE"))
+    w.copy("load Q", q, q.line_bytes, "load", "threads", effects=effects)
+
+
+def q_to_smem(w: Role, b: Block, first: bool) -> None:
+    """Into the other of two buffers."""
+    effects: tuple[Effect, ...] = (Move("next Q", Smem("Q", after=Cursor("copy", "load Q"), share=(0, 1))),)
+    effects += () if first else (Move("next lse", "its lse"),)
+    mix = b.build.total("q_to_smem", step=1, head_dim=b.d)
+    w.vector("Q to SMEM", mix, smem_bytes=2.0 * ROWS * b.d, latency={"smem": 1}, effects=effects)
