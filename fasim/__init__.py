@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from fasim.problem import FULL as FULL
     from fasim.problem import Mask as Mask
     from fasim.problem import Problem as Problem
+    from fasim.program.build_files import list_builds as list_builds
+    from fasim.program.build_files import load_build as load_build
     from fasim.program.builds import Build as Build
-    from fasim.program.builds import list_builds as list_builds
-    from fasim.program.builds import load_build as load_build
     from fasim.program.language import Kernel as Kernel
     from fasim.program.library import Schedule as Schedule
     from fasim.program.library import list_schedules as list_schedules
@@ -99,7 +99,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "fasim.checker.check": ("check",),
     "fasim.errors": ("BudgetError", "ConfigError", "DeadlockError", "FasimError", "ModelError", "ToleranceError"),
     "fasim.problem": ("CAUSAL", "FULL", "Mask", "Problem"),
-    "fasim.program.builds": ("Build", "list_builds", "load_build"),
+    "fasim.program.build_files": ("list_builds", "load_build"),
+    "fasim.program.builds": ("Build",),
     "fasim.program.language": ("Kernel",),
     "fasim.program.library": ("Schedule", "list_schedules", "load_schedule", "schedule"),
     "fasim.results.run": ("Run", "Trace"),

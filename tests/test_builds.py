@@ -15,7 +15,8 @@ from fasim.cli import app
 from fasim.errors import ConfigError
 from fasim.files import data_folder
 from fasim.problem import Problem
-from fasim.program.builds import GRADES, Build, choose_build, list_builds, load_build
+from fasim.program.build_files import choose_build, list_builds, load_build
+from fasim.program.builds import GRADES, Build
 from fasim.program.library import Schedule, load_schedule
 
 SHIPPED = sorted(data_folder("schedules").glob("builds/*/*.toml"))

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from fasim.problem import Problem
-from fasim.program.builds import Build, load_build
+from fasim.program.build_files import load_build
+from fasim.program.builds import Build
 from fasim.program.library import load_schedule
 
 

@@ -256,7 +256,7 @@ def list_builds(
     ] = None,
 ) -> None:
     """The builds of a schedule: what compilers made of it. The default of an architecture has a star."""
-    from fasim.program.builds import list_builds, load_build
+    from fasim.program.build_files import list_builds, load_build
     from fasim.program.library import list_schedules, load_schedule
     from fasim.views.lists import render_builds
 

@@ -35,7 +35,8 @@ from fasim.arch import Arch
 from fasim.errors import ConfigError, FasimError, did_you_mean
 from fasim.files import data_folder
 from fasim.problem import Problem
-from fasim.program.builds import Build, choose_build, list_builds, load_build
+from fasim.program.build_files import choose_build, list_builds, load_build
+from fasim.program.builds import Build
 from fasim.program.language import Kernel
 
 Recorded = Kernel | Sequence[Kernel]
