@@ -240,8 +240,10 @@ def _qk(c: Role, cfg: Config) -> None:
     if cfg.arch.architecture == "ampere":
         _mma_sync(c, cfg, "QK", cfg.n * cfg.d, cfg.m * cfg.d, 2.0 * cfg.m * cfg.n * cfg.d, effect)
         return
-    _wgmma(c, cfg, "QK", cfg.n, cfg.d, "smem", effect)
-    c.wait_mma(0, "wait QK")
+    with c.phase("QK"):
+        _wgmma(c, cfg, "QK", cfg.n, cfg.d, "smem", effect)
+    with c.phase("wait QK"):
+        c.wait_mma(0, "wait QK")
 
 
 def _pv(c: Role, cfg: Config) -> None:

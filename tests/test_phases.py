@@ -29,6 +29,10 @@ ROWS = [
 ]
 
 
+#: Operations that a schedule marks; here they have their mark as label.
+MARKS = ("QK", "PV", "wait QK", "wait PV")
+
+
 def role_trace(*slices: tuple[str, str, int, int], tile: int = 0) -> Trace:
     """A trace of consumer0 with (name, reason, start, end) in cycles, two ticks each."""
     names = tuple(dict.fromkeys(name for name, *_ in slices))
@@ -49,6 +53,7 @@ def role_trace(*slices: tuple[str, str, int, int], tile: int = 0) -> Trace:
         iteration=zeros,
         owner=zeros - 1,
         cause=zeros - 1,
+        phases=tuple(name if name in MARKS else "" for name in names),
     )
 
 

@@ -47,6 +47,24 @@ def test_structure_is_recorded_in_program_order():
     ]  # fmt: skip
 
 
+def test_a_phase_marks_what_is_recorded_inside():
+    k = kernel(toy_arch())
+    with k.role("w", warps=4, registers=64) as w, w.tiles():
+        w.delay("work", 1)
+        with w.phase("outer"):
+            w.delay("work", 2)
+            with w.phase("inner"):
+                w.delay("more", 3)
+            with w.loop(2):
+                w.delay("work", 4)
+        w.delay("more", 5)
+    image = lower(k, TOY_MHZ)
+    work = image.code[image.code[:, im.K_KIND] == im.DELAY]
+    names = [(image.names[i], image.phases[i]) for i in work[:, im.K_NAME]]
+    assert names == [("work", ""), ("work", "outer"), ("more", "inner"), ("work", "outer"), ("more", "")]
+    assert cycles(k) == 119  # and costs nothing: 100 + 1 + 2 + 3 + 2 x 4 + 5
+
+
 def test_a_ring_is_a_buffer_and_two_barriers():
     k = kernel(toy_arch(), tiles=4, cluster=2)
     tensor = k.tensor("K", 4, 2048, "own")

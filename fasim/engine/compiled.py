@@ -285,7 +285,7 @@ def prepare(*, traced: bool = False) -> None:
     machine = Machine(*(1 for _ in Machine._fields))._replace(grid=0)
     flat, table, cube = (np.zeros((0,) * n, dtype=np.int64) for n in (1, 2, 3))
     nothing = Image(
-        machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, flat, 0, (), (), (), (), ()
+        machine, table, cube, flat, flat, table, table, flat, flat, table, flat, flat, flat, 0, (), (), (), (), (), ()
     )
     run(nothing)
     if traced:

@@ -123,6 +123,7 @@ class Image:
     slowest_line: IntArray
     lines: int
     names: tuple[str, ...]
+    phases: tuple[str, ...]  # of each name, "" for none
     agents: tuple[str, ...]  # track names, "consumer0"
     agent_role: tuple[str, ...]
     barriers: tuple[str, ...]

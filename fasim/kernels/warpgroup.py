@@ -114,7 +114,8 @@ class Consumer:
 
     def finish(self, group: Group, product: str, free: Ring | None = None) -> None:
         """Wait until a product is complete, and give its operand back."""
-        self.role.finish(group, f"wait {product}")
+        with self.role.phase(f"wait {product}"):
+            self.role.finish(group, f"wait {product}")
         if free is not None:
             self.role.release(free)
 
@@ -138,14 +139,16 @@ class Consumer:
 
     def _qk(self, q: Ring, k: Ring, steps: tuple[int, int], takes_effect: bool = True) -> Group:
         slots = self.f.build.cost("slots_per_wgmma")
-        return self.role.gemm(
-            "QK", q, k, self.f.s, transposed=True, steps=steps, takes_effect=takes_effect, slots=slots
-        )
+        with self.role.phase("QK"):
+            return self.role.gemm(
+                "QK", q, k, self.f.s, transposed=True, steps=steps, takes_effect=takes_effect, slots=slots
+            )
 
     def pv(self, v: Ring) -> Group:
         """O += P V of a block."""
         f = self.f
-        return self.role.gemm("PV", f.p, v, f.pv, add=not f.two_level, slots=f.build.cost("slots_per_wgmma"))
+        with self.role.phase("PV"):
+            return self.role.gemm("PV", f.p, v, f.pv, add=not f.two_level, slots=f.build.cost("slots_per_wgmma"))
 
     def mask(self) -> None:
         """Scores of keys that do not exist, or that the mask hides, become -inf."""

@@ -46,14 +46,14 @@ class Tables:
 
     code: list[list[int]] = field(default_factory=list)
     ops: list[Op | None] = field(default_factory=list)  # what each instruction was lowered from
-    names: dict[str, int] = field(default_factory=dict)
+    names: dict[tuple[str, str], int] = field(default_factory=dict)  # label and phase
     demand: list[VectorDemand] = field(default_factory=list)
     demand_index: dict[tuple[int, ...], int] = field(default_factory=dict)
     activity: dict[int, dict[int, float]] = field(default_factory=dict)  # pc of an MMA or copy -> unit -> ticks
 
-    def name(self, text: str) -> int:
+    def name(self, label: str, phase: str) -> int:
         """Index of a name."""
-        return self.names.setdefault(text, len(self.names))
+        return self.names.setdefault((label, phase), len(self.names))
 
     def add_demand(self, demand: VectorDemand) -> int:
         """Index of a demand; equal ones share it."""
@@ -84,7 +84,7 @@ class _AgentEmitter:
 
     def emit(self, kind: int, name: str) -> int:
         row = [0] * im.CODE_WIDTH
-        row[im.K_KIND], row[im.K_NAME] = kind, self.tables.name(name)
+        row[im.K_KIND], row[im.K_NAME] = kind, self.tables.name(name, self.op.phase if self.op else "")
         self.tables.code.append(row)
         self.tables.ops.append(self.op)
         return len(self.tables.code) - 1

@@ -47,11 +47,12 @@ class Op:
     """Base of all recorded operations; ``label`` is what reports and traces call it.
 
     ``effects``: what it does to values, in this order. They cost nothing; demand is said apart. Raises ConfigError
-    where they are no tuple of effects.
+    where they are no tuple of effects. ``phase``: the mark of :meth:`Role.phase`, for who looks for it in a trace.
     """
 
     label: str
     effects: tuple[Effect, ...] = field(default=(), kw_only=True)
+    phase: str = field(default="", kw_only=True)
 
     @property
     def cursor(self) -> Cursor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from fasim.program.declarations import Barrier, Instance, Ring, Stages, Tensor, selected
@@ -56,12 +56,22 @@ class Role:
     body: list[Op] = field(default_factory=list)
     _stack: list[list[Op]] = field(default_factory=list, repr=False)
     _groups: int = field(default=0, repr=False)
+    _phase: str = field(default="", repr=False)
 
     def record(self, op: Op) -> None:
-        """Append ``op`` to the innermost open body."""
+        """Append ``op`` to the innermost open body, in the phase that is open."""
+        if self._phase:
+            op = replace(op, phase=self._phase)
         (self._stack[-1] if self._stack else self.body).append(op)
 
     # --- structure -------------------------------------------------------------------------
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark the operations recorded inside with ``name``; the trace has it beside their labels. No other effect."""
+        outer, self._phase = self._phase, name
+        yield
+        self._phase = outer
+
     @contextmanager
     def tiles(self, draws: bool = False) -> Iterator[None]:
         """The loop over work tiles. ``draws``: this role asks a dynamic scheduler for them."""

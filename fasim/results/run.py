@@ -46,6 +46,7 @@ class Trace:
     #: Row of the slice that released this one (``docs/semantics.md``, section 9), -1 where there is none in this trace.
     cause: IntArray
     truncated: bool = False  # the recording buffer filled up before the run ended
+    phases: tuple[str, ...] = ()  # of each of ``names`` the mark that the schedule put on it, "" for none
 
     def __len__(self) -> int:
         return len(self.start)

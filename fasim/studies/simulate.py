@@ -296,16 +296,17 @@ def _stalls(launches: Sequence[Launch]) -> dict[str, dict[str, float]]:
 def _trace(launches: Sequence[Launch]) -> Trace:
     """The launches' traces on one time axis and one list of tracks and names."""
     tracks: list[str] = []
-    names: list[str] = []
+    names: list[tuple[str, str]] = []  # label and phase
     parts = []
     offset = rows = 0
     for launch in launches:
         own = [_label(launches, launch, agent) for agent in launch.image.agents] + ["tensor", "tma"]
         tracks += [track for track in own if track not in tracks]
-        names += [name for name in launch.image.names if name not in names]
+        own_names = list(zip(launch.image.names, launch.image.phases, strict=True))
+        names += [name for name in own_names if name not in names]
         t = launch.raw.trace.copy()
         track_index = np.array([tracks.index(track) for track in own] + [-1])
-        name_index = np.array([names.index(name) for name in launch.image.names])
+        name_index = np.array([names.index(name) for name in own_names])
         t[:, im.T_TRACK], t[:, im.T_OWNER] = track_index[t[:, im.T_TRACK]], track_index[t[:, im.T_OWNER]]
         t[:, im.T_NAME] = name_index[t[:, im.T_NAME]]
         t[:, [im.T_START, im.T_END]] += offset
@@ -317,7 +318,7 @@ def _trace(launches: Sequence[Launch]) -> Trace:
     return Trace(
         ticks_per_cycle=im.TICKS,
         tracks=tuple(tracks),
-        names=tuple(names),
+        names=tuple(label for label, _ in names),
         start=t[:, im.T_START],
         end=t[:, im.T_END],
         sm=t[:, im.T_SM],
@@ -330,4 +331,5 @@ def _trace(launches: Sequence[Launch]) -> Trace:
         owner=t[:, im.T_OWNER],
         cause=t[:, im.T_CAUSE],
         truncated=any(launch.raw.truncated for launch in launches),
+        phases=tuple(phase for _, phase in names),
     )

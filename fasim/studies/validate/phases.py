@@ -41,9 +41,6 @@ PHASES = ("period", "issue", "to s_ready", "softmax", "offset")
 #: Batch and tokens the stamps were taken at (``validation/data/README.md``).
 _SHAPE = {"batch": "4", "seqlen_q": "4096"}
 
-#: Roles whose warpgroups multiply and take the softmax.
-_WORKERS = ("consumer", "program")
-
 _TICKS = 64  # per cycle, of a trace made of stamps
 
 
@@ -101,16 +98,17 @@ class Stamps:
 def simulated_stamps(trace: Trace, overlapped: bool = True) -> Stamps:
     """The stamps of SM 0's first CTA slot, of the roles that issue QK: one, or its instances in their order.
 
-    An iteration starts with the issue of "QK". With ``overlapped`` it counts when "PV" is issued before the wait "wait
-    QK"; otherwise each counts, without issue_end. Its s_ready is the end of that wait, or of issue where there was
-    nothing to wait for.
+    What is QK, PV and the wait for QK, the schedule says by marks (``Role.phase``). An iteration starts with the issue
+    of "QK". With ``overlapped`` it counts when "PV" is issued before the wait "wait QK"; otherwise each counts, without
+    issue_end. Its s_ready is the end of that wait, or of issue where there was nothing to wait for.
     """
     rows = []
-    workers = [track for track, name in enumerate(trace.tracks) if name.rstrip("0123456789") in _WORKERS]
+    marks = np.array(trace.phases)[trace.name]
+    workers = np.unique(trace.track[(marks == "QK") & (trace.kind != UNIT_SLICE)]).tolist()
     for warpgroup, track in enumerate(workers):
         mine = (trace.track == track) & (trace.kind != UNIT_SLICE) & (trace.sm == 0) & (trace.slot == 0)
         slices = [
-            (trace.names[trace.name[i]], REASONS[trace.kind[i]], int(trace.tile[i]), trace.start[i], trace.end[i])
+            (str(marks[i]), REASONS[trace.kind[i]], int(trace.tile[i]), trace.start[i], trace.end[i])
             for i in np.flatnonzero(mine)
         ]
         found = _iterations(slices, trace.ticks_per_cycle, overlapped)
@@ -125,24 +123,27 @@ def simulated_stamps(trace: Trace, overlapped: bool = True) -> Stamps:
 def _iterations(
     slices: Iterable[tuple[str, str, int, int, int]], ticks: int, overlapped: bool
 ) -> list[tuple[int, float, float, float]]:
-    """(tile, issue_start, issue_end, s_ready) of each iteration of one consumer; ``slices`` in order of time."""
+    """(tile, issue_start, issue_end, s_ready) of each iteration of one consumer.
+
+    ``slices``: mark, reason, tile, first and last tick, in order of time.
+    """
     found: list[tuple[int, float, float, float]] = []
     start: int | None = None  # of an iteration that has not come to its softmax
     end = ready = 0
     before = ""
-    for name, reason, tile, first, last in slices:
-        if name == "QK" and before != "QK" and (start is None or end):
+    for mark, reason, tile, first, last in slices:
+        if mark == "QK" and before != "QK" and (start is None or end):
             start, end = first, 0 if overlapped else last
-        elif name == ("PV" if overlapped else "QK") and start is not None:
+        elif mark == ("PV" if overlapped else "QK") and start is not None:
             end = ready = last
-        elif name == "wait QK" and end:
+        elif mark == "wait QK" and end:
             ready = last
-        elif name == "wait QK":
+        elif mark == "wait QK":
             start = None
         elif reason == "work" and start is not None and end:
             found.append((tile, start / ticks, end / ticks if overlapped else np.nan, ready / ticks))
             start = None
-        before = name
+        before = mark
     return found
 
 
