@@ -34,6 +34,7 @@ from fasim import (
     TraceSpec,
     compare,
     load_arch,
+    render_check,
     render_comparison,
     render_report,
     render_timeline,
@@ -48,10 +49,14 @@ print(f"fasim {fasim.__version__}, {arch.name} {arch.digest[:12]}")
 # %% [markdown]
 # ## The kernel
 #
+# * `fasim.kernels` is the library that the shipped schedules are written with. `BlockInfo` says which blocks of keys a
+#   tile of queries visits and which of them need a mask, so a causal problem works without a line of its own here.
 # * A **ring** is a staged buffer in shared memory with a *full* and an *empty* barrier per stage. `load` waits for an
 #   empty stage and starts the copy that fills it; the consumer calls `wait`, and `release` when it has read the stage.
-# * `mma` only issues. `wait_mma` waits for the result.
-# * `vector` takes instructions per thread. The latencies named are those that nothing else of the same warp hides.
+# * `gemm` only issues, and derives the instructions from its operands: a ring stands for the stage waited for last.
+#   `finish` waits for the result.
+# * `vector` takes instructions per thread. The latencies named are those that nothing else of the same warp hides. What
+#   the instructions do to values is said by **effects**, so that `fasim check` can compute attention with the program.
 # * A **tile** is a CTA's share of the grid. The columns of `k.tiles` say, per tile, where its data begin and how often
 #   its loops run.
 #
@@ -59,14 +64,15 @@ print(f"fasim {fasim.__version__}, {arch.name} {arch.digest[:12]}")
 
 # %%
 SOURCE = '''
-"""A small attention kernel for Hopper: one warpgroup, rings for K and V, everything in turn."""
+"""A small attention kernel for Hopper: rings for K and V, QK, softmax and PV one after the other."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
-
-from fasim import Arch, ConfigError, Kernel, Problem, schedule
+from fasim import Arch, Kernel, Problem, schedule
+from fasim.kernels import BlockInfo, in_order, kv_layout, kv_lines, kv_loops, q_lines, query_layout
+from fasim.program.effects import Mask, Normalise, Probabilities, Rescale, Round, RowMax, RowSum, Store
+from fasim.program.language import Shape, register_tile
 
 WARPGROUPS = 1
 
@@ -79,51 +85,57 @@ class Knobs:
 
 @schedule(architectures=("hopper",), dtypes=("bf16", "fp16"))
 def small(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
-    """One warpgroup, QK, softmax and PV one after the other."""
-    if problem.causal:
-        raise ConfigError("small: has no mask")
-    d, m, n, stages = problem.head_dim, 64 * WARPGROUPS, knobs.tile_n, knobs.stages
-    k = Kernel("small", problem, arch, {"tile_n": n, "stages": stages})
+    """QK, softmax and PV one after the other."""
+    d, dtype, m, n = problem.head_dim, problem.dtype, 64 * WARPGROUPS, knobs.tile_n
+    k = Kernel("small", problem, arch, vars(knobs))
 
-    # The grid: one tile of m query rows of one head per CTA, and where its keys begin.
-    head, _ = (a.ravel() for a in np.mgrid[0 : problem.batch * problem.heads_q, 0 : problem.q_tiles(m)])
-    blocks = problem.kv_tiles(n)
-    tiles = len(head)
-    k.tiles = {"q": np.arange(tiles), "kv": head // problem.group * blocks, "blocks": np.full(tiles, blocks)}
+    # The grid: a CTA for every m query rows of a head, the KV blocks that it visits, and where its data begin.
+    cut = BlockInfo(problem, m, n)
+    tiles = in_order(cut)
+    blocks = cut.kv_blocks(tiles)
+    k.tiles = {**blocks.columns(), "q": q_lines(tiles), "kv": kv_lines(cut, tiles, blocks.last)}
 
-    # Tensors in memory, and the buffers in shared memory that copies of them fill.
-    heads_kv = problem.batch * problem.heads_kv
-    box = -(-d // 64)  # a TMA box is 64 elements wide
-    q = k.ring(k.tensor("Q", tiles, 2 * m * d, "q"), 2 * m * d, 1, consumers=WARPGROUPS, boxes=box)
-    stage = {"consumers": WARPGROUPS, "boxes": box}
-    keys = k.ring(k.tensor("K", heads_kv * blocks, 2 * n * d, "kv", 1), 2 * n * d, stages, **stage)
-    values = k.ring(k.tensor("V", heads_kv * blocks, 2 * n * d, "kv", 1), 2 * n * d, stages, **stage)
-    o = k.tensor("O", tiles, 2 * m * d, "q")
+    # Tensors in memory, and the rings of buffers in shared memory that copies of them fill.
+    rows, block, lines = Shape(m, d, dtype), Shape(n, d, dtype), cut.kv_pairs * cut.n_blocks
+    q_rows, kv_rows = query_layout(cut, d, tiles), kv_layout(cut, d)
+    q = k.ring(k.tensor("Q", k.tile_count, rows.bytes, "q", layout=q_rows), rows, 1, consumers=WARPGROUPS)
+    keys, values = (
+        k.ring(k.tensor(name, lines, block.bytes, "kv", -1, kv_rows), block, knobs.stages, consumers=WARPGROUPS)
+        for name in ("K", "V")
+    )
+    o = k.tensor("O", k.tile_count, rows.bytes, "q", layout=q_rows)
 
     with k.role("producer", warps=1, registers=40) as p, p.tiles():
         p.load(q)
-        with p.loop("blocks"):
-            p.load(keys)
-            p.load(values)
+        for trips, _ in kv_loops(k.tiles):
+            with p.loop(trips):
+                p.load(keys)
+                p.load(values)
 
+    scores, probabilities = register_tile("S", 64, n), register_tile("P", 64, n, dtype)
+    output = register_tile("O", 64, d)
     with k.role("consumer", warpgroups=WARPGROUPS, registers=208) as c, c.tiles():
         c.wait(q)
-        with c.loop("blocks"):
-            c.wait(keys)
-            c.mma("QK", m=64, n=n, k=16, count=d // 16)
-            c.wait_mma(0, "wait QK")
-            c.release(keys)
-            # Per thread: n/2 scores of two rows. Maximum, exponentials, sum, P in 16 bit, O rescaled.
-            e = n / 2
-            c.vector("row max", {"fmnmx": e, "shfl": 4}, latency={"shfl": 2, "alu": 2})
-            c.vector("exp", {"ffma": e, "ex2": e + 2, "fadd": e, "f2fp": e / 2, "fmul": d / 2})
-            c.wait(values)
-            c.mma("PV", m=64, n=d, k=16, count=n // 16, a="register")
-            c.wait_mma(0, "wait PV")
-            c.release(values)
+        for trips, masked in kv_loops(k.tiles):
+            with c.loop(trips):
+                c.wait(keys)
+                s = c.gemm("QK", q, keys, scores, transposed=True)
+                c.finish(s)
+                c.release(keys)
+                # Per thread: n/2 scores of two rows. Maximum, exponentials, sum, P in 16 bit, O rescaled.
+                e = n / 2
+                if masked:
+                    c.vector("mask", {"fsel": e, "alu": e}, effects=(Mask(),))
+                c.vector("row max", {"fmnmx": e, "shfl": 4}, latency={"shfl": 2, "alu": 2}, effects=(RowMax(),))
+                exp = {"ffma": e, "ex2": e + 2, "fadd": e, "f2fp": e / 2, "fmul": d / 2}
+                c.vector("exp", exp, effects=(Probabilities(), RowSum(), Round("S", "P", dtype), Rescale("O")))
+                c.wait(values)
+                c.finish(c.gemm("PV", probabilities, values, output, add=True))
+                c.release(values)
         c.release(q)
-        c.vector("scale O", {"mufu": 2, "fmul": d / 2, "f2fp": d / 4}, latency={"fma": 1})
-        c.copy("store O", o, o.line_bytes // WARPGROUPS, "store", "threads")
+        done = Normalise("O"), Round("O", "O", dtype), Store("lse", "O", array="LSE")
+        c.vector("scale O", {"mufu": 2, "fmul": d / 2, "f2fp": d / 4}, latency={"fma": 1}, effects=done)
+        c.copy("store O", o, o.line_bytes // WARPGROUPS, "store", "threads", effects=(Store("O"),))
     return k
 '''
 folder = tempfile.TemporaryDirectory()
@@ -159,6 +171,17 @@ show(render_timeline(first.trace, width=110))
 # The warpgroup does one thing at a time, so the tensor core idles during every softmax. But the report names another
 # limit: L2. All of K and V is copied for only 64 rows of queries, and about 90 % of what L2 can deliver is taken.
 #
+# ## Is it right?
+#
+# `check` executes the very program that is timed on small random matrices, compares the result with attention in
+# float64, and looks for races: a wait or a release that is missing, even where this run's timing hides it.
+
+# %%
+result = fasim.check(small, Problem(batch=1, seqlen_q=300, seqlen_k=700, heads_q=2, causal=True), arch)
+show(render_check(result))
+assert result["passed"]
+
+# %% [markdown]
 # ## A knob
 #
 # With one stage instead of two, a CTA needs less shared memory and two of them fit on an SM. One computes its softmax
@@ -190,7 +213,7 @@ show(render_timeline(second.trace, width=110))
 # arrives.
 
 # %%
-forgotten = write("forgotten", edit(SOURCE, "            c.release(values)\n", ""))
+forgotten = write("forgotten", edit(SOURCE, "                c.release(values)\n", ""))
 try:
     simulate(forgotten, problem, arch)
 except ModelError as error:
@@ -202,7 +225,7 @@ except ModelError as error:
 # when. The producer wants an empty stage of V, the consumer wants the next V.
 
 # %%
-late = write("late", edit(SOURCE, "            c.release(values)\n", "        c.release(values)\n"))
+late = write("late", edit(SOURCE, "                c.release(values)\n", "            c.release(values)\n"))
 try:
     simulate(late, problem, arch)
 except DeadlockError as error:

@@ -1,1 +1,24 @@
-"""What attention kernels share, in FlashAttention's words: which blocks a tile visits, and the grid of tiles."""
+"""What attention kernels share, in FlashAttention's words; a schedule is a file of roles and loops on top of it.
+
+``blocks`` (which KV blocks a tile visits, which of them are masked), ``grid`` (tiles and their order), ``layouts``
+(rows behind the memory lines), ``splits``; for wgmma kernels ``forward``, ``warpgroup``, ``softmax``, ``epilogue``; for
+mma.sync kernels ``mma_sync`` and ``kv_outer``. What a schedule of one's own begins with can be imported from here.
+"""
+
+from fasim.kernels.blocks import BlockInfo, KVBlocks, WorkTiles, kv_loops
+from fasim.kernels.grid import in_order, kv_heads_in_l2, kv_lines, longest_first, q_lines
+from fasim.kernels.layouts import kv_layout, query_layout
+
+__all__ = [
+    "BlockInfo",
+    "KVBlocks",
+    "WorkTiles",
+    "in_order",
+    "kv_heads_in_l2",
+    "kv_layout",
+    "kv_lines",
+    "kv_loops",
+    "longest_first",
+    "q_lines",
+    "query_layout",
+]
