@@ -69,10 +69,9 @@ SOURCE = '''
 from dataclasses import dataclass
 from typing import Annotated
 
-from fasim import Arch, Kernel, Problem, schedule
-from fasim.kernels import BlockInfo, in_order, kv_layout, kv_lines, kv_loops, q_lines, query_layout
-from fasim.program.effects import Mask, Normalise, Probabilities, Rescale, Round, RowMax, RowSum, Store
-from fasim.program.language import Shape, register_tile
+from fasim import Arch, Kernel, Problem, kernels, schedule
+
+effects = kernels.effects
 
 WARPGROUPS = 1
 
@@ -90,14 +89,14 @@ def small(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
     k = Kernel("small", problem, arch, vars(knobs))
 
     # The grid: a CTA for every m query rows of a head, the KV blocks that it visits, and where its data begin.
-    cut = BlockInfo(problem, m, n)
-    tiles = in_order(cut)
+    cut = kernels.BlockInfo(problem, m, n)
+    tiles = kernels.in_order(cut)
     blocks = cut.kv_blocks(tiles)
-    k.tiles = {**blocks.columns(), "q": q_lines(tiles), "kv": kv_lines(cut, tiles, blocks.last)}
+    k.tiles = {**blocks.columns(), "q": kernels.q_lines(tiles), "kv": kernels.kv_lines(cut, tiles, blocks.last)}
 
     # Tensors in memory, and the rings of buffers in shared memory that copies of them fill.
-    rows, block, lines = Shape(m, d, dtype), Shape(n, d, dtype), cut.kv_pairs * cut.n_blocks
-    q_rows, kv_rows = query_layout(cut, d, tiles), kv_layout(cut, d)
+    rows, block, lines = kernels.Shape(m, d, dtype), kernels.Shape(n, d, dtype), cut.kv_pairs * cut.n_blocks
+    q_rows, kv_rows = kernels.query_layout(cut, d, tiles), kernels.kv_layout(cut, d)
     q = k.ring(k.tensor("Q", k.tile_count, rows.bytes, "q", layout=q_rows), rows, 1, consumers=WARPGROUPS)
     keys, values = (
         k.ring(k.tensor(name, lines, block.bytes, "kv", -1, kv_rows), block, knobs.stages, consumers=WARPGROUPS)
@@ -107,16 +106,16 @@ def small(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
 
     with k.role("producer", warps=1, registers=40) as p, p.tiles():
         p.load(q)
-        for trips, _ in kv_loops(k.tiles):
+        for trips, _ in kernels.kv_loops(k.tiles):
             with p.loop(trips):
                 p.load(keys)
                 p.load(values)
 
-    scores, probabilities = register_tile("S", 64, n), register_tile("P", 64, n, dtype)
-    output = register_tile("O", 64, d)
+    scores, probabilities = kernels.register_tile("S", 64, n), kernels.register_tile("P", 64, n, dtype)
+    output = kernels.register_tile("O", 64, d)
     with k.role("consumer", warpgroups=WARPGROUPS, registers=208) as c, c.tiles():
         c.wait(q)
-        for trips, masked in kv_loops(k.tiles):
+        for trips, masked in kernels.kv_loops(k.tiles):
             with c.loop(trips):
                 c.wait(keys)
                 s = c.gemm("QK", q, keys, scores, transposed=True)
@@ -125,17 +124,20 @@ def small(problem: Problem, arch: Arch, knobs: Knobs) -> Kernel:
                 # Per thread: n/2 scores of two rows. Maximum, exponentials, sum, P in 16 bit, O rescaled.
                 e = n / 2
                 if masked:
-                    c.vector("mask", {"fsel": e, "alu": e}, effects=(Mask(),))
-                c.vector("row max", {"fmnmx": e, "shfl": 4}, latency={"shfl": 2, "alu": 2}, effects=(RowMax(),))
+                    c.vector("mask", {"fsel": e, "alu": e}, effects=(effects.Mask(),))
+                row_max = (effects.RowMax(),)
+                c.vector("row max", {"fmnmx": e, "shfl": 4}, latency={"shfl": 2, "alu": 2}, effects=row_max)
                 exp = {"ffma": e, "ex2": e + 2, "fadd": e, "f2fp": e / 2, "fmul": d / 2}
-                c.vector("exp", exp, effects=(Probabilities(), RowSum(), Round("S", "P", dtype), Rescale("O")))
+                p_and_sum = effects.Probabilities(), effects.RowSum(), effects.Round("S", "P", dtype)
+                c.vector("exp", exp, effects=(*p_and_sum, effects.Rescale("O")))
                 c.wait(values)
                 c.finish(c.gemm("PV", probabilities, values, output, add=True))
                 c.release(values)
         c.release(q)
-        done = Normalise("O"), Round("O", "O", dtype), Store("lse", "O", array="LSE")
+        divide = effects.Normalise("O"), effects.Round("O", "O", dtype)
+        done = *divide, effects.Store("lse", "O", array="LSE")
         c.vector("scale O", {"mufu": 2, "fmul": d / 2, "f2fp": d / 4}, latency={"fma": 1}, effects=done)
-        c.copy("store O", o, o.line_bytes // WARPGROUPS, "store", "threads", effects=(Store("O"),))
+        c.copy("store O", o, o.line_bytes // WARPGROUPS, "store", "threads", effects=(effects.Store("O"),))
     return k
 '''
 folder = tempfile.TemporaryDirectory()

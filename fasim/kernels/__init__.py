@@ -8,11 +8,15 @@ mma.sync kernels ``mma_sync`` and ``kv_outer``. What a schedule of one's own beg
 from fasim.kernels.blocks import BlockInfo, KVBlocks, WorkTiles, kv_loops
 from fasim.kernels.grid import in_order, kv_heads_in_l2, kv_lines, longest_first, q_lines
 from fasim.kernels.layouts import kv_layout, query_layout
+from fasim.program import effects
+from fasim.program.language import Shape, register_tile
 
 __all__ = [
     "BlockInfo",
     "KVBlocks",
+    "Shape",
     "WorkTiles",
+    "effects",
     "in_order",
     "kv_heads_in_l2",
     "kv_layout",
@@ -21,4 +25,5 @@ __all__ = [
     "longest_first",
     "q_lines",
     "query_layout",
+    "register_tile",
 ]
