@@ -60,30 +60,6 @@ def test_fa4_on_blackwell():
     assert build.cost("rescale_waits", 256) == parts.RESCALE_WAITS / 2
 
 
-def test_triton():
-    build = load_build("triton", "tutorial")
-    top, parts = module("triton", "triton"), module("triton", "_triton_parts")
-    for architecture, d, dv, dtype in itertools.product(
-        top.DEFAULTS, (16, 32, 64, 128, 256), (16, 64, 256), ("bf16", "fp8")
-    ):
-        table = (top.FP8_DEFAULTS if dtype == "fp8" else top.DEFAULTS).get(architecture, top.DEFAULTS[architecture])
-        row = build.tile(Problem(head_dim=d, head_dim_v=dv, dtype=dtype), architecture=architecture)
-        expected = table[next(head for head in table if max(d, dv) <= head)]
-        assert (row.tile_m, row.tile_n, row.stages, row.warps) == expected
-    for kind, value in (
-        ("setup", parts.SETUP),
-        ("setup_per_output", parts.SETUP_PER_OUTPUT),
-        ("between", parts.BETWEEN),
-        ("epilogue_per_output", parts.EPILOGUE_PER_OUTPUT),
-    ):
-        assert build.cost("cold_instructions", kind) == value
-    assert build.cost("cold") == parts.COLD_CYCLES
-    assert build.mix("overhead") == {"misc": parts.OVERHEAD}
-    assert build.cost("loop") == parts.LOOP_CYCLES
-    assert build.cost("slots_per_wgmma") == parts.SLOTS_PER_WGMMA
-    assert build.mix("mask") == {"alu": parts.MASK_PER_SCORE}
-
-
 def test_naive():
     top, rows, gemm = module("naive", "naive"), module("naive", "_naive_rows"), module("naive", "_naive_gemm")
     for version, (warp, share) in top.VERSIONS.items():

@@ -218,7 +218,7 @@ def test_copies_of_threads_and_tma_use_their_engines():
         ("a100", Problem(dtype="fp8"), {}, "a100 has no FP8 tensor rate"),
         ("h200", Problem(head_dim=16, dtype="fp8"), {}, "below 32"),
         ("a100", SMALL, {"warp_specialize": "on"}, "a100 has no TMA"),
-        ("b200", SMALL, {"copies": "threads"}, "up to Hopper"),
+        ("b200", SMALL, {"copies": "threads"}, "copies.*choices: tma"),
     ],
 )
 def test_bad_knobs_say_what_exists(arch, problem, given, message):

@@ -226,6 +226,11 @@ class Build(Table):
         """Instruction counts of several kinds, each as often as said: ``total("mask", step=1, element=32)``."""
         return add_mixes(*(scale_mix(self.mix(name, kind), count) for kind, count in times.items()))
 
+    def kinds(self, name: str) -> list[str]:
+        """What the instruction counts ``name`` are of. Raises ConfigError where the file lacks them."""
+        table: MixTable = self._named("mixes", self.mixes, name)
+        return list(table.by_kind)
+
     def row(self, name: str, problem: Problem | None = None, **facts: Fact) -> Mapping[str, bool | int | float]:
         """Columns of the table ``name``, each from the first row that fits and states it.
 

@@ -32,8 +32,8 @@ from fasim.program.ops import (
 )
 from fasim.program.tiles import FORMAT_BITS, TENSOR_DTYPE, Smem, Tile, Tmem
 
-#: Rows of a wgmma, and bits of operand along the depth of any asynchronous MMA instruction.
-WGMMA_ROWS, MMA_DEPTH_BITS = 64, 256
+#: Rows of a wgmma, rows that one CTA gives to a tcgen05.mma, and bits of operand along the depth of either.
+WGMMA_ROWS, TCGEN05_ROWS, MMA_DEPTH_BITS = 64, 128, 256
 
 
 class Group(NamedTuple):
@@ -210,7 +210,8 @@ class Role:
         """
         a, b = (x.tile if isinstance(x, Stages) else x for x in (a, b))
         k = MMA_DEPTH_BITS // FORMAT_BITS[a.shape.format]
-        rows = into.shape.rows if isinstance(into.place, Tmem) else WGMMA_ROWS
+        most = TCGEN05_ROWS * (2 if pair else 1)
+        rows = min(into.shape.rows, most) if isinstance(into.place, Tmem) else WGMMA_ROWS
         first, last = steps or (0, -(-a.shape.columns // k))
         count = (last - first) * -(-into.shape.rows // rows)
         source: OperandSource = "register"
