@@ -161,7 +161,11 @@ FACTS = (
 def facts() -> str:
     """What the papers are remembered by, and what is simulated."""
     head = "| | run | published | simulated |\n|---|---|---|---|\n"
-    text = "Without a clock given, at the one each chip is documented to hold.\n\n"
+    text = (
+        "Without a clock given, at the one each chip is documented to hold. That of the B200 leans on "
+        "FlashAttention-4's own throughput, so its row is no independent test; cycles per block are "
+        "([`schedules/fa4.md`](schedules/fa4.md)).\n\n"
+    )
     return "## What is remembered\n\n" + text + head + "\n".join(fact.line() for fact in FACTS) + "\n"
 
 
