@@ -58,27 +58,3 @@ def test_fa4_on_blackwell():
     assert build.cost("slots_per_mma") == parts.SLOTS_PER_MMA
     assert build.cost("rescale_waits", 128) == parts.RESCALE_WAITS
     assert build.cost("rescale_waits", 256) == parts.RESCALE_WAITS / 2
-
-
-def test_naive():
-    top, rows, gemm = module("naive", "naive"), module("naive", "_naive_rows"), module("naive", "_naive_gemm")
-    for version, (warp, share) in top.VERSIONS.items():
-        build = load_build("naive", version)
-        assert {int(keys) for keys in build.mixes["softmax_warp"].by_kind} == set(warp)
-        for keys, mix in warp.items():
-            assert rows.slots(build.cost("active_slots", keys), **build.mix("softmax_warp", keys)) == mix
-        assert build.cost("softmax_block_share") == share
-        for dtype, mix in top.BLOCK.items():
-            assert build.mix("softmax_block", dtype) == mix
-        assert build.mix("under_mask") == top.UNDER_MASK
-        for (framework, kernel), launches in top.LAUNCHES.items():
-            assert build.cost("launches", f"{framework} {kernel}") == launches
-        for kind in build.mixes["passes"].by_kind:
-            mix = build.mix("passes", kind)
-            if kind in build.costs["active_slots"].by_kind:
-                mix = rows.slots(build.cost("active_slots", kind), **mix)
-            assert mix == getattr(rows, kind.replace(" ", "_").upper())
-        assert build.mix("fp32_step") == gemm.FP32_STEP
-        assert build.mix("gemm_epilogue") == gemm.EPILOGUE
-        assert build.cost("epilogue_rounds") == gemm.QUARTERS
-        assert sum(build.costs["softmax_parts"].by_kind.values()) == 1.0
