@@ -3,7 +3,8 @@
 ``blocks`` (which KV blocks a tile visits, which of them are masked), ``grid`` (tiles and their order), ``layouts``
 (rows behind the memory lines), ``splits``; for wgmma kernels ``forward``, ``warpgroup``, ``softmax``, ``epilogue``; for
 mma.sync kernels ``mma_sync`` and ``kv_outer``; for Triton's programs, whose warps move in step, ``programs``,
-``programs_registers``, ``programs_tmem``. What a schedule of one's own begins with can be imported from here.
+``programs_registers``, ``programs_tmem``; for attention in separate launches ``batched_gemm``, ``rows``, ``matrices``.
+What a schedule of one's own begins with can be imported from here.
 """
 
 from fasim.kernels.blocks import BlockInfo, KVBlocks, WorkTiles, kv_loops
