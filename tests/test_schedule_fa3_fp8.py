@@ -72,8 +72,11 @@ def test_two_level_accumulation_adds_its_additions_and_hardly_moves_time():
     assert 0.95 * once.cycles < twice.cycles < 1.3 * once.cycles
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, 0), (128, 0), (128, 1), (256, 0)])
-def test_fp8_cycles_on_the_h200(head_dim, causal):
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "error"), [(64, 0, -0.050), (128, 0, -0.007), (128, 1, -0.003), (256, 0, 0.026)]
+)
+def test_fp8_cycles_on_the_h200(head_dim, causal, error):
+    """``error`` is today's; docs/accuracy.md has all of them."""
     with DATA.open() as stream:
         row = next(
             row
@@ -85,7 +88,7 @@ def test_fp8_cycles_on_the_h200(head_dim, causal):
         batch=int(row["batch"]), heads_q=int(row["heads_q"]), head_dim=head_dim, causal=bool(causal), dtype="fp8"
     )
     run = simulate("fa3", problem, load_arch("h200"), clock_mhz=float(row["sm_clock_mhz"]))
-    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.15)
+    assert run.cycles / float(row["cycles"]) - 1 == pytest.approx(error, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +144,11 @@ def test_decoding_gains_from_splits():
     assert split.traffic["hbm_read_bytes"] == pytest.approx(2 * 8 * 8192 * 128 * 2, rel=0.03)
 
 
-@pytest.mark.parametrize(("batch", "cycles", "tolerance"), [(1, 28549, 0.25), (32, 338899, 0.15)])
-def test_decode_cycles_on_the_h200(batch, cycles, tolerance):
+@pytest.mark.parametrize(("batch", "cycles", "error"), [(1, 28549, 0.067), (32, 338899, -0.035)])
+def test_decode_cycles_on_the_h200(batch, cycles, error):
     clock = {1: 1791.0, 32: 1336.0}[batch]
     run = simulate("fa3", decode(batch), load_arch("h200"), knobs={"splits": 0}, clock_mhz=clock)
-    assert run.cycles == pytest.approx(cycles, rel=tolerance)
+    assert run.cycles / cycles - 1 == pytest.approx(error, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def build(arch: str = "b200", knobs: dict | None = None, **shape) -> Kernel:
 @pytest.mark.parametrize(
     ("arch", "dtype", "measured", "tolerance"),
     [
-        ("b200", "bf16", 2335, 0.05),
-        ("b300", "bf16", 2050, 0.05),
-        ("b200", "fp8", 2349, 0.08),
-        ("b300", "fp8", 1855, 0.05),
+        ("b200", "bf16", 2335, 0.02),
+        ("b300", "bf16", 2050, 0.01),
+        ("b200", "fp8", 2349, 0.025),
+        ("b300", "fp8", 1855, 0.025),
     ],
 )
 def test_cycles_per_block_match_the_counters(arch, dtype, measured, tolerance):
@@ -343,16 +343,17 @@ def test_shared_memory_is_checked():
 
 
 @pytest.mark.parametrize(
-    ("shape", "clock", "cycles"),
+    ("shape", "clock", "cycles", "error"),
     [  # validation/data/h200_timing.csv, fa4sm90
-        (dict(batch=16, seqlen_q=1024, heads_q=16), 1661, 401628),
-        (dict(batch=4, seqlen_q=4096, heads_q=16, causal=True), 1534, 724225),
-        (dict(batch=16, seqlen_q=1024, heads_q=32, head_dim=64), 1779, 593205),
-        (dict(batch=16, seqlen_q=1024, heads_q=8, head_dim=256), 1561, 347983),
+        (dict(batch=16, seqlen_q=1024, heads_q=16), 1661, 401628, 0.023),
+        (dict(batch=4, seqlen_q=4096, heads_q=16, causal=True), 1534, 724225, 0.044),
+        (dict(batch=16, seqlen_q=1024, heads_q=32, head_dim=64), 1779, 593205, 0.048),
+        (dict(batch=16, seqlen_q=1024, heads_q=8, head_dim=256), 1561, 347983, -0.004),
     ],
 )
-def test_hopper_kernels_match_the_h200(shape, clock, cycles):
-    assert run("h200", sms=0, clock=clock, **shape).cycles == pytest.approx(cycles, rel=0.1)
+def test_hopper_kernels_match_the_h200(shape, clock, cycles, error):
+    """``error`` is today's; docs/accuracy.md has all of them."""
+    assert run("h200", sms=0, clock=clock, **shape).cycles / cycles - 1 == pytest.approx(error, abs=0.01)
 
 
 def test_a_users_schedule_may_be_spread_over_files_too(tmp_path):

@@ -163,25 +163,29 @@ def measured(dtype="bf16", **wanted):
     return next(row for row in rows if all(row[key] == str(value) for key, value in wanted.items()))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [0, 1])
-def test_cycles_on_the_h200(head_dim, causal):
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "error"),
+    [(64, 0, -0.014), (64, 1, -0.002), (128, 0, 0.031), (128, 1, 0.067), (256, 0, -0.071), (256, 1, -0.054)],
+)
+def test_cycles_on_the_h200(head_dim, causal, error):
+    """``error`` is today's; a change of the model has to move it on purpose."""
     row = measured(head_dim=head_dim, causal=causal, seqlen_q=4096)
     problem = Problem(
         batch=int(row["batch"]), seqlen_q=4096, heads_q=int(row["heads_q"]), head_dim=head_dim, causal=bool(causal)
     )
     run = simulate("triton", problem, load_arch("h200"), clock_mhz=float(row["sm_clock_mhz"]))
-    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.16)
+    assert run.cycles / float(row["cycles"]) - 1 == pytest.approx(error, abs=0.01)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [0, 1])
-def test_fp8_cycles_on_the_h200(head_dim, causal):
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "error"), [(64, 0, -0.031), (64, 1, -0.032), (128, 0, -0.048), (128, 1, 0.110)]
+)
+def test_fp8_cycles_on_the_h200(head_dim, causal, error):
     row = measured("fp8", head_dim=head_dim, causal=causal, seqlen_q=4096)
     problem = Problem(4, 4096, heads_q=int(row["heads_q"]), head_dim=head_dim, causal=bool(causal), dtype="fp8")
     tile = knobs(*(int(row[name]) for name in ("tile_m", "tile_n", "stages", "warps")))
     run = simulate("triton", problem, load_arch("h200"), knobs=tile, clock_mhz=float(row["sm_clock_mhz"]))
-    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.12)
+    assert run.cycles / float(row["cycles"]) - 1 == pytest.approx(error, abs=0.01)
 
 
 def test_too_few_registers_cost_more_than_half():

@@ -181,7 +181,7 @@ def test_fa2_on_h200(head_dim: str):
         shape = dict(kernel="fa2", direction="fwd", causal=causal, head_dim=head_dim, seqlen_q="1024")
         (row,) = rows_of("h200_timing.csv", **shape)
         run = run_row(row, "fa2", load_arch("h200"), build=row["build"])
-        assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.08), f"causal {causal}"
+        assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.05), f"causal {causal}"
 
 
 def test_fa2_on_a100_and_fa1_at_half_of_it():
@@ -281,7 +281,7 @@ def _flops(ops: tuple[Op, ...], times: float, tiles: int) -> float:
 def test_naive_on_h200():
     (row,) = rows_of("h200_timing.csv", kernel="naive", seqlen_q="1024")
     run = run_row(row, "naive", load_arch("h200"))
-    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.09)
+    assert run.cycles / float(row["cycles"]) - 1 == pytest.approx(-0.064, abs=0.01)
     lean = run_row(row, "naive", load_arch("h200"), softmax_instructions=8)
     assert lean.cycles < 0.8 * run.cycles
 
@@ -327,7 +327,7 @@ def test_naive_frameworks_on_h200(kernel: str, causal: str):
     (row,) = rows_of("h200_eager.csv", kernel=kernel, causal=causal, seqlen_q="1024", head_dim="128")
     framework = {"eager": "pytorch", "math": "sdpa"}[kernel]
     run = run_row(row, "naive", load_arch("h200"), framework=framework)
-    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.12)
+    assert run.cycles == pytest.approx(float(row["cycles"]), rel=0.02 if kernel == "eager" else 0.08)
 
 
 @pytest.mark.parametrize(
