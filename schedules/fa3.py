@@ -32,13 +32,9 @@ class Knobs:
     tile_n: Annotated[int | None, "keys per iteration; default: tile table"] = None
     stages: Annotated[int | None, "buffers each of K and V; default: tile table"] = None
     pingpong: Annotated[bool | None, "named barriers order the warpgroups' MMAs; default: on up to d128"] = None
-    overlap: Annotated[
-        bool | None, "issue QK of the next block before PV of the last; default: on, but for FP8 of the first release"
-    ] = None
+    overlap: Annotated[bool | None, "QK of the next block before PV of the last; default: but for 2024's FP8"] = None
     p_in_registers: Annotated[bool | None, "P is the register operand of PV, else it goes through SMEM"] = None
-    cluster: Annotated[int | None, "CTAs that share K and V by multicast; default: 2 for full attention, d >= 128"] = (
-        None
-    )
+    cluster: Annotated[int | None, "CTAs that multicast K and V; default: 2 for full attention, d >= 128"] = None
     exp: Annotated[bool, "off leaves the exponential out, as the ablation builds do"] = True
     persistent: Annotated[bool, "one CTA per SM loops over tiles; off: one CTA per tile"] = True
     two_level: Annotated[bool, "FP8: PV of a block is summed apart and added to O, for accuracy"] = False
@@ -60,8 +56,8 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs, build: Build) -> list[Kernel
     k.not_attention = None if f.exp else "exp=off leaves the exponential out"
     k.mode = ("dynamic" if problem.causal else "static") if persistent else "single"
     tiles = in_order(cut)
-    if problem.causal and not split and not first_release:  # in sections; the real one multiplies by the group, packed
-        tiles = longest_first(cut, kv_heads_in_l2(problem, build.cost("l2_section")) * problem.group)  # or not
+    if problem.causal and not split and not first_release:  # the real one has the group in it, packed or not
+        tiles = longest_first(cut, kv_heads_in_l2(problem, build.cost("l2_section")) * problem.group)
     peeled(k, cut, tiles, more_masked=int(first_release and problem.causal))
     mem = operands(k, f, None if split else tiles, rows=min(f.m, cut.rows))
     landed = values = mem.v
