@@ -1,13 +1,15 @@
 """FlashAttention-4: what its counters say, the properties of docs/schedules/fa4.md, its tables, its tiles."""
 
-import importlib
 import itertools
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from fasim.arch import load_arch
+from fasim.cli import app
 from fasim.errors import BudgetError, ConfigError
+from fasim.kernels.correction import rescale_chance
 from fasim.problem import Problem
 from fasim.program.language import Kernel, walk
 from fasim.program.library import load_schedule
@@ -16,7 +18,6 @@ from fasim.results.run import Run
 from fasim.studies.simulate import TraceSpec, simulate
 
 FA4 = load_schedule("fa4")
-GRID = importlib.import_module(FA4.variants[0].function.__module__.replace(".fa4", "._fa4_grid"))
 
 #: Tensor cycles of a block of 256 x 128.
 FLOOR = {"bf16": 2048, "fp8": 1024}
@@ -211,13 +212,13 @@ def test_only_the_first_cta_of_a_pair_issues_and_both_tensor_cores_work():
 
 
 def test_records_of_random_scores_have_chance_one_in_i():
-    chance = GRID.rescale_chance(64, 128, 0.0)
+    chance = rescale_chance(64, 128, 0.0)
     assert chance[0] == 0
     assert chance[1:] == pytest.approx(1 / np.arange(2, 65), rel=0.02)
 
 
 def test_chance_falls_with_the_threshold_and_matches_a_draw():
-    chances = [GRID.rescale_chance(8, 128, threshold).sum() for threshold in (0.0, 0.5, 1.0, 8.0)]
+    chances = [rescale_chance(8, 128, threshold).sum() for threshold in (0.0, 0.5, 1.0, 8.0)]
     assert chances == sorted(chances, reverse=True)
     assert chances[-1] < 1e-10
     maxima = np.random.default_rng(7).normal(size=(20000, 8, 128)).max(axis=2)
@@ -310,12 +311,13 @@ def test_decode_packs_the_group():
     [
         ("b200", dict(head_dim=160), {}, "head_dim 160"),
         ("b200", dict(causal=True), {"two_cta": "on"}, "two_cta is for"),
-        ("b200", dict(head_dim=256), {"two_cta": "off"}, "no version without two_cta"),
-        ("b200", dict(head_dim=256, dtype="fp8"), {}, "16-bit types"),
+        ("b200", dict(head_dim=256), {"two_cta": "off"}, "fa4_sm100_d256.*unknown knob 'two_cta'.*emulation_start"),
+        ("b200", dict(head_dim=256, dtype="fp8"), {}, "no dtype 'fp8'"),
+        ("b200", dict(head_dim=256, head_dim_v=128), {}, "head_dim_v 128"),
         ("b200", dict(), {"query_tiles": 3}, "query_tiles 3"),
         ("b200", dict(), {"emulation_frequency": 0}, "emulation_frequency 0"),
         ("b200", dict(), {"rescale_rate": 2}, "rescale_rate 2"),
-        ("h200", dict(), {"early_p": 0.5}, "unknown knob 'early_p'.*pack_gqa"),
+        ("h200", dict(), {"early_p": 0.5}, "fa4_sm90.*unknown knob 'early_p'.*pack_gqa"),
         ("h200", dict(), {"scheduler": "clc"}, "unknown knob 'scheduler'.*pack_gqa"),
         ("h200", dict(dtype="fp8"), {}, "no dtype 'fp8'"),
         ("h200", dict(head_dim=512), {}, "no tile for head_dim 512"),
@@ -324,6 +326,13 @@ def test_decode_packs_the_group():
 def test_refusals(arch, shape, knobs, message):
     with pytest.raises(ConfigError, match=message):
         build(arch, knobs, **shape)
+
+
+@pytest.mark.parametrize(("arch", "more"), [("h100", False), ("b200", True)])
+def test_only_knobs_that_exist_on_a_chip_are_listed(arch, more):
+    listed = CliRunner().invoke(app, ["list", "knobs", "fa4", "--arch", arch]).stdout
+    assert "pack_gqa" in listed
+    assert ("two_cta" in listed) == ("early_p" in listed) == more
 
 
 def test_accumulators_in_registers_need_narrow_blocks():

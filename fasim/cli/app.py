@@ -45,6 +45,7 @@ from fasim.cli.options import (
     SeqlenK,
     SetOption,
     announced,
+    complete_arch,
     complete_schedule,
     given_knobs,
     load_chip,
@@ -236,14 +237,25 @@ def list_knobs(
             metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=complete_schedule
         ),
     ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            "-a",
+            help="Only what exists on it: a name or a .toml file.",
+            autocompletion=complete_arch,
+        ),
+    ] = None,
 ) -> None:
     """The knobs of a schedule with their defaults."""
+    from fasim.arch import load_arch
     from fasim.program.library import list_schedules, load_schedule
     from fasim.views.lists import render_knobs
 
+    chip = load_arch(arch) if arch is not None else None
     schedules = map(load_schedule, [schedule] if schedule is not None else list_schedules())
-    knobs = ((s.name, k.name, k.default, k.doc, k.choices) for s in schedules for k in s.knobs.values())
-    console_for().print(render_knobs(knobs))
+    found = ((s, k) for s in schedules for k in (s.knobs_on(chip) if chip else s.knobs).values())
+    console_for().print(render_knobs((s.name, k.name, k.default, k.doc, k.choices) for s, k in found))
 
 
 @list_app.command("builds", epilog=_examples("list"))

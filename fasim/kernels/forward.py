@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fasim.arch import Arch
 from fasim.errors import BudgetError, ConfigError
-from fasim.kernels.blocks import BlockInfo, WorkTiles
+from fasim.kernels.attention import Attention
+from fasim.kernels.blocks import WorkTiles
 from fasim.kernels.layouts import kv_layout, partial_layout, query_layout
-from fasim.problem import Problem
-from fasim.program.builds import Build, Loop
+from fasim.program.builds import Loop
 from fasim.program.language import Kernel, Ring, Shape, Smem, Tensor, Tile, register_tile
-from fasim.program.tiles import FORMAT_BITS, operand_format
+from fasim.program.tiles import FORMAT_BITS
 
 #: How O leaves: by TMA from shared memory; by all threads, where rows of several heads lie in a tile; or as one split's
 #: share in FP32 straight from registers.
@@ -21,7 +20,7 @@ Output = Literal["tma", "threads", "partial"]
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(Attention):
     """What a kernel does for a problem, every choice made.
 
     ``cut``: tiles and blocks. ``overlap``: QK of a block is issued before PV of the last. ``turns``: named barriers
@@ -31,10 +30,6 @@ class Forward:
     S, O and P do not fit a consumer's registers.
     """
 
-    problem: Problem
-    arch: Arch
-    build: Build
-    cut: BlockInfo
     stages: int
     overlap: bool
     turns: bool
@@ -46,24 +41,9 @@ class Forward:
     exp: bool = True
 
     @property
-    def d(self) -> int:
-        """Head dimension of Q and K."""
-        return self.problem.head_dim
-
-    @property
-    def dv(self) -> int:
-        """Head dimension of V and O."""
-        return self.problem.head_dim_v
-
-    @property
     def m(self) -> int:
         """Query rows of a CTA."""
         return self.cut.tile_m
-
-    @property
-    def n(self) -> int:
-        """Keys of a block."""
-        return self.cut.tile_n
 
     @property
     def warpgroups(self) -> int:
@@ -79,16 +59,6 @@ class Forward:
     def kind(self) -> str:
         """Which of a build's numbers hold."""
         return "fp8" if self.fp8 else "16 bit"
-
-    @property
-    def format(self) -> str:
-        """Number format of Q, K, V and P."""
-        return operand_format(self.problem.dtype)
-
-    @property
-    def output_format(self) -> str:
-        """Number format of O."""
-        return "bf16" if self.fp8 else self.problem.dtype
 
     @property
     def scores(self) -> float:

@@ -186,7 +186,8 @@ class Schedule:
         Raises ConfigError where the schedule does not exist for this chip, dtype, direction, or knob.
         """
         variant = self._pick(problem, arch)
-        parsed = _parse(self.name, self._knobs((variant,), (arch.architecture,)), knobs)
+        name = variant.path.stem if len(self.variants) > 1 else self.name  # of several kernels, the one that refuses
+        parsed = _parse(name, self._knobs((variant,), (arch.architecture,)), knobs)
         arguments: list[object] = [problem, arch]
         build = self._choose(parsed.pop("build", None), arch) if variant.takes_build else None
         if variant.knobs_type is not None:
