@@ -85,7 +85,7 @@ class Hbm(Table):
     slowest_line_cycles: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False, min_length=10, max_length=10)] = (
         0.0,
     ) * 10
-    """What 16 KiB by TMA, which are there when their slowest line is, take beyond that: ten equally likely values."""
+    """Extra latency of a 16 KiB TMA load that misses L2: ten equally likely values."""
 
 
 class Atomics(Table):
@@ -101,7 +101,7 @@ class Launch(Table):
     ramp_ns: NonNegativeFloat
     """Fixed cost of a kernel inside a graph."""
     first_load_ns: NonNegativeFloat = 0.0
-    """By how much the first loads of a launch are later than latencies and bandwidth say; 0 where not measured."""
+    """Extra latency of a launch's first loads; 0: not measured."""
     cta_dispatch_ns: NonNegativeFloat
     """Per CTA, chip."""
     cta_turnover_cycles: NonNegativeFloat

@@ -98,8 +98,8 @@ from fasim.errors import ModelError
 def _step(m: Machine, p: Program, st: State, ms: mem.MemoryState, g: int, a: int, now: int, rival: int) -> bool:  # fmt: skip  # noqa: E501
     """Run agent ``a`` from ``now`` until it parks or wants a global operation before its group's turn.
 
-    ``rival`` is the group whose turn comes next, itself if there is none. False: it wants a global
-    operation, and the group knows when.
+    ``rival`` is the group whose turn comes next, itself if there is none. False: it needs a global
+    operation but ``rival`` is due first; the request is stored in ``st.group``.
     """
     agent = st.agent[g, a]
     c = a // m.agents

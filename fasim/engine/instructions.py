@@ -77,7 +77,7 @@ from fasim.results.reasons import UNIT_SLICE
 
 @inline
 def arrival(m: Machine, st: State, g: int, c: int, bar: int, cause: int) -> int:
-    """The agenda's target for a later arrival: barrier ``bar`` of CTA ``c``, as long as that CTA lives.
+    """Encodes "arrive at barrier ``bar`` of CTA ``c``" as an agenda target; the arrival is dropped if the CTA has ended.
 
     ``cause``: the slice behind it.
     """
