@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fasim.program.builds import Build, choose_build
+from fasim.program.build_files import choose_build
+from fasim.program.builds import Build
 from fasim.program.library import load_schedule
 from fasim.results.validation import Summary, Validation
 from fasim.studies.validate.timing import validate

@@ -1,3 +1,4 @@
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -12,6 +13,16 @@ def tables():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_parts_of_make_can_be_imported_and_residual_costs_exist(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    importlib.import_module("make")
+    residuals = importlib.import_module("residuals")
+    for _, _, schedule, build, costs in residuals.MEASURED:
+        found = residuals.choose_build(schedule, "hopper", build)
+        assert set(costs) <= set(found.costs)
+        assert "build" in residuals.load_schedule(schedule).knobs
 
 
 def test_headings_say_what_fills_a_column(tables, monkeypatch):

@@ -77,7 +77,7 @@ from fasim.results.reasons import UNIT_SLICE
 
 @inline
 def arrival(m: Machine, st: State, g: int, c: int, bar: int, cause: int) -> int:
-    """Encodes "arrive at barrier ``bar`` of CTA ``c``" as an agenda target; the arrival is dropped if the CTA has ended.
+    """Encodes "arrive at barrier ``bar`` of CTA ``c``" as an agenda target; dropped if the CTA has ended.
 
     ``cause``: the slice behind it.
     """

@@ -3,7 +3,8 @@
 A *line* is what one copy moves of a tensor, 16 to 64 KiB, not the 128 bytes of hardware. The L2 holds lines in exact
 LRU order up to its capacity, and writes back: HBM takes what was stored to a line when the line is displaced. Each
 partition serves the SMs on its side. A line homed on the other side is copied here once a second SM reads it; the copy
-takes capacity. In front of L2, coalescers merge loads of a line that SMs of their GPC ask for while the first one waits.
+takes capacity. In front of L2, coalescers merge loads of a line that SMs of their GPC ask for while the first one
+waits.
 
 Chip bandwidths are first-come first-served servers: a request reserves the next free interval. A line
 that is still on its way from HBM is a hit that waits for it (a request is never sent twice). How long HBM takes to

@@ -93,9 +93,9 @@ def vector_demand(op: Vector, arch: Arch, warps: int, mma_share: float, mma_sync
     ``mma_share`` in [0, 1) is the part of the shared-memory port that the kernel's MMAs take while
     they run; ld/st get the rest (measured: the MMA has priority, and TMA fills do not take from it).
 
-    ``counted`` is what Nsight's pipe counters show: one base-rate issue per instruction, though FFMA2, IMAD and slow F2FP
-    hold the pipe for longer. FA4's counters add up only this way (Dao-AILab/flash-attention issue 2701). The times are
-    those of the busiest sub-core.
+    ``counted`` is what Nsight's pipe counters show: one base-rate issue per instruction, though FFMA2, IMAD and slow
+    F2FP hold the pipe for longer. FA4's counters add up only this way (Dao-AILab/flash-attention issue 2701). The times
+    are those of the busiest sub-core.
 
     ``mma_sync``: the kernel has synchronous tensor instructions. FMA, ALU and MUFU instructions and ldmatrix stop
     those of any warp on the sub-core, so all of them share the operand port with the MMAs.

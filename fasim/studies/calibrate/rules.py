@@ -1,10 +1,10 @@
 """Which number of an architecture file follows from which microbenchmark: one rule per number, in the file's order.
 
-A rule gives the table it reads, the formula, and the step its result is rounded to (``grain``), which is about the spread
-between two chips of a model. ``measured`` is a mean or median of like measurements, ``fitted`` a least-squares fit (scipy,
-with bounds) where several measurements determine the number. What no benchmark determines has no rule: capacities of
-data sheets, clocks, the issue queue of wgmma (``validation/data/h200_pingpong_micro.csv``), and the costs beside
-mma.sync (``validation/data/h200_corun_hmma.csv``).
+A rule gives the table it reads, the formula, and the step its result is rounded to (``grain``), which is about the
+spread between two chips of a model. ``measured`` is a mean or median of like measurements, ``fitted`` a least-squares
+fit (scipy, with bounds) where several measurements determine the number. What no benchmark determines has no rule:
+capacities of data sheets, clocks, the issue queue of wgmma (``validation/data/h200_pingpong_micro.csv``), and the costs
+while mma.sync runs (``validation/data/h200_corun_hmma.csv``).
 """
 
 from __future__ import annotations
