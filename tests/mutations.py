@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from changes import Change
+
 from fasim.arch import Arch, load_arch
 from fasim.checker.check import check
-from fasim.checker.mutations import Change
 from fasim.problem import Problem
 from fasim.program.language import Kernel
 from fasim.program.library import Schedule, load_schedule

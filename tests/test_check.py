@@ -51,7 +51,7 @@ def test_json_says_the_same(fasim, capsys):
 
 #: A user's file that records FlashAttention-3 and breaks it.
 BROKEN = """
-from fasim.checker.mutations import At, drop, replace_effect
+from changes import At, drop, replace_effect
 from fasim.program.effects import Rescale
 from fasim.program.library import load_schedule, schedule
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from changes import At, drop, move, redeclare, replace_effect, retarget, together
 from mutations import Mutation, caught, messages, run_check
 
-from fasim.checker.mutations import At, drop, move, redeclare, replace_effect, retarget, together
 from fasim.program.effects import Mask, Normalise, Rescale, RowMax
 from fasim.program.language import Barrier, Tensor
 

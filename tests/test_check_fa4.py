@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from mutations import Mutation, caught, messages, run_check
-
-from fasim.checker.mutations import (
+from changes import (
     At,
     Change,
     add_effect,
@@ -21,6 +19,8 @@ from fasim.checker.mutations import (
     retile,
     together,
 )
+from mutations import Mutation, caught, messages, run_check
+
 from fasim.program.effects import Mask, Matmul, Move, Normalise, Probabilities, Rescale, RowMax, Store
 from fasim.program.language import Kernel, Region, Tensor
 

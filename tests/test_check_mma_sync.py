@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from changes import At, add_effect, drop, move, redeclare, replace_effect, retile, together
 from mutations import Mutation, caught, right, run_check
 
-from fasim.checker.mutations import At, add_effect, drop, move, redeclare, replace_effect, retile, together
 from fasim.program.effects import Mask, Move, Normalise, Rescale, RowMax
 from fasim.program.language import Tensor
 

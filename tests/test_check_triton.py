@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from changes import At, drop, move, redeclare, replace_effect, restage, retarget, together
 from mutations import Mutation, caught, right, run_check
 
-from fasim.checker.mutations import At, drop, move, redeclare, replace_effect, restage, retarget, together
 from fasim.program.effects import Mask, Normalise
 from fasim.program.language import Buffer, Kernel, Region, Tensor
 

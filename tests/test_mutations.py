@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import changes as mutations
 import numpy as np
 import pytest
+from changes import At, drop, move, redeclare, replace_effect, restage, retarget, retile, together
 from programs import kernel, toy_arch
 
-from fasim.checker import mutations
-from fasim.checker.mutations import At, drop, move, redeclare, replace_effect, restage, retarget, retile, together
 from fasim.errors import ConfigError
 from fasim.program.effects import Mask, Matmul, RowMax, RowSum
 from fasim.program.language import Barrier, Kernel, Smem, Tensor, walk

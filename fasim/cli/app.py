@@ -26,30 +26,22 @@ from fasim.cli.console import (
 )
 from fasim.cli.options import (
     ArchOption,
-    Batch,
     BuildOption,
-    Causal,
     ClockOption,
-    Direction,
-    Dtype,
     EngineOption,
-    HeadDim,
-    HeadDimV,
-    Heads,
     IdealOption,
     JsonOption,
     KnobOption,
-    KvHeads,
     ScheduleArgument,
-    Seqlen,
-    SeqlenK,
     SetOption,
+    Shape,
     announced,
     complete_arch,
     complete_schedule,
     given_knobs,
     load_chip,
     make_problem,
+    shape_options,
 )
 from fasim.errors import FasimError
 
@@ -104,19 +96,11 @@ def _root(
 
 
 @app.command(epilog=_examples("run"))
+@shape_options()
 def run(
     schedule: ScheduleArgument,
     arch: ArchOption,
-    direction: Direction = None,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    seqlen_k: SeqlenK = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    head_dim_v: HeadDimV = None,
-    causal: Causal = None,
-    dtype: Dtype = None,
+    shape: Shape,
     clock: ClockOption = None,
     knob: KnobOption = None,
     build: BuildOption = None,
@@ -151,18 +135,7 @@ def run(
     from fasim.views.bounds_report import bound_line
     from fasim.views.report import render_report
 
-    problem = make_problem(
-        direction=direction,
-        batch=batch,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        dtype=dtype,
-    )
+    problem = make_problem(shape)
     traced = timeline or any(file is not None for file in (plot, html, trace))
     with announced(engine):
         chip = load_chip(arch, overrides, ideal)

@@ -11,24 +11,16 @@ import typer
 from fasim.cli.console import console_for, write_text
 from fasim.cli.options import (
     ArchOption,
-    Batch,
     BuildOption,
-    Causal,
-    Direction,
-    Dtype,
-    HeadDim,
-    HeadDimV,
-    Heads,
     JsonOption,
     KnobOption,
-    KvHeads,
     ScheduleArgument,
-    Seqlen,
-    SeqlenK,
     SetOption,
+    Shape,
     given_knobs,
     load_chip,
     make_problem,
+    shape_options,
 )
 
 #: Runnable examples, the last lines of the command's help.
@@ -45,19 +37,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 DEFAULT_BATCH, DEFAULT_SEQLEN, DEFAULT_HEADS = 1, 1024, 2
 
 
+@shape_options(batch=DEFAULT_BATCH, seqlen=DEFAULT_SEQLEN, heads=DEFAULT_HEADS)
 def check(
     schedule: ScheduleArgument,
     arch: ArchOption,
-    direction: Direction = None,
-    batch: Batch = DEFAULT_BATCH,
-    seqlen: Seqlen = DEFAULT_SEQLEN,
-    seqlen_k: SeqlenK = None,
-    heads: Heads = DEFAULT_HEADS,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    head_dim_v: HeadDimV = None,
-    causal: Causal = None,
-    dtype: Dtype = None,
+    shape: Shape,
     knob: KnobOption = None,
     build: BuildOption = None,
     overrides: SetOption = None,
@@ -93,18 +77,7 @@ def check(
     from fasim.program.library import load_schedule
     from fasim.views.check_report import render_check
 
-    problem = make_problem(
-        direction=direction,
-        batch=batch,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        dtype=dtype,
-    )
+    problem = make_problem(shape)
     method = Exp2(exp2_fraction, MINIMAX[exp2_degree]) if exp2_degree else None
     numerics = Numerics(method, rescale_threshold, p_format)
     result = study(load_schedule(schedule), problem, load_chip(arch, overrides, None), knobs, seed, spread, numerics)

@@ -11,28 +11,21 @@ import typer
 
 from fasim.cli.console import console_for, note, parse_assignments, progress_bar, write_text
 from fasim.cli.options import (
+    NO_SHAPE,
     ArchOption,
-    Batch,
     BuildOption,
-    Causal,
     ClockOption,
-    Direction,
-    Dtype,
-    HeadDim,
-    HeadDimV,
-    Heads,
     JsonOption,
     KnobOption,
-    KvHeads,
     ScheduleArgument,
-    Seqlen,
-    SeqlenK,
     SetOption,
+    Shape,
     announced,
     complete_arch,
     complete_schedule,
     given_knobs,
     make_problem,
+    shape_options,
 )
 from fasim.errors import ConfigError, ToleranceError
 
@@ -73,6 +66,7 @@ def _arch_of(which: str) -> object:
     return typer.Option(f"--arch-{which.lower()}", help=f"Architecture of {which}.", autocompletion=complete_arch)
 
 
+@shape_options()
 def compare(
     runs: Annotated[
         list[str],
@@ -88,16 +82,7 @@ def compare(
     ] = None,
     arch_a: Annotated[str | None, _arch_of("A")] = None,
     arch_b: Annotated[str | None, _arch_of("B")] = None,
-    direction: Direction = None,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    seqlen_k: SeqlenK = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    head_dim_v: HeadDimV = None,
-    causal: Causal = None,
-    dtype: Dtype = None,
+    shape: Shape = NO_SHAPE,
     clock: ClockOption = None,
     knob: KnobOption = None,
     build: BuildOption = None,
@@ -119,18 +104,7 @@ def compare(
 
     --knob, --set and the shape hold for all runs made now, options that end in -a and -b for A and B alone.
     """
-    problem = make_problem(
-        direction=direction,
-        batch=batch,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        dtype=dtype,
-    )
+    problem = make_problem(shape)
     if not 2 <= len(runs) <= len(_LABELS):
         raise ConfigError(f"compare: give 2 to {len(_LABELS)} runs, not {len(runs)}")
 
@@ -193,19 +167,11 @@ def _simulate(
         return simulate(load_schedule(schedule), problem, chip, knobs=knobs, clock_mhz=clock, trace=spec)
 
 
+@shape_options()
 def bounds(
     schedule: ScheduleArgument,
     arch: ArchOption,
-    direction: Direction = None,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    seqlen_k: SeqlenK = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    head_dim_v: HeadDimV = None,
-    causal: Causal = None,
-    dtype: Dtype = None,
+    shape: Shape,
     clock: ClockOption = None,
     knob: KnobOption = None,
     build: BuildOption = None,
@@ -215,18 +181,7 @@ def bounds(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline as .png or .svg.")] = None,
 ) -> None:
     """Show what each unit needs at least, and the arithmetic of naive against fused attention."""
-    problem = make_problem(
-        direction=direction,
-        batch=batch,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        dtype=dtype,
-    )
+    problem = make_problem(shape)
 
     from fasim.analysis.bounds import bounds as bounds_of
     from fasim.arch import load_arch
@@ -245,19 +200,11 @@ def bounds(
         write_text(json_path, json.dumps({**found.to_dict(), "meta": run.meta}, indent=2, sort_keys=True) + "\n")
 
 
+@shape_options()
 def explain(
     schedule: ScheduleArgument,
     arch: ArchOption,
-    direction: Direction = None,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    seqlen_k: SeqlenK = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    head_dim_v: HeadDimV = None,
-    causal: Causal = None,
-    dtype: Dtype = None,
+    shape: Shape,
     clock: ClockOption = None,
     knob: KnobOption = None,
     build: BuildOption = None,
@@ -273,18 +220,7 @@ def explain(
 
     Losses from peak to achieved, gains by faster resources, and the critical path.
     """
-    problem = make_problem(
-        direction=direction,
-        batch=batch,
-        seqlen=seqlen,
-        seqlen_k=seqlen_k,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        dtype=dtype,
-    )
+    problem = make_problem(shape)
     knobs = tuple(given_knobs(knob, build).items())
     if html is not None:
         from fasim.views.common import check_suffix

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -75,19 +77,48 @@ JsonOption = Annotated[
 ]
 EngineOption = Annotated[Literal["compiled", "reference"], typer.Option(help="They agree to the cycle.")]
 
-Direction = Annotated[str | None, typer.Option(help="fwd or bwd.")]
-Batch = Annotated[int | None, typer.Option(help="Sequences.")]
-Seqlen = Annotated[int | None, typer.Option(help="Query tokens per sequence.")]
-SeqlenK = Annotated[int | None, typer.Option(help="Key tokens; as many as queries unless given.")]
-Heads = Annotated[int | None, typer.Option(help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads unless given.")]
-HeadDim = Annotated[int | None, typer.Option(help="Head dimension of Q and K.")]
-HeadDimV = Annotated[int | None, typer.Option(help="Head dimension of V; that of Q unless given.")]
-Causal = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Mask the future.")]
-Dtype = Annotated[str | None, typer.Option(help="bf16, fp16, fp8 or fp4.")]
+#: The options of a problem's shape; what is not given keeps the default of Problem.
+_SHAPE: dict[str, object] = {
+    "direction": Annotated[str | None, typer.Option(help="fwd or bwd.")],
+    "batch": Annotated[int | None, typer.Option(help="Sequences.")],
+    "seqlen": Annotated[int | None, typer.Option(help="Query tokens per sequence.")],
+    "seqlen_k": Annotated[int | None, typer.Option(help="Key tokens; as many as queries unless given.")],
+    "heads": Annotated[int | None, typer.Option(help="Query heads.")],
+    "kv_heads": Annotated[int | None, typer.Option(help="Key/value heads; as many as query heads unless given.")],
+    "head_dim": Annotated[int | None, typer.Option(help="Head dimension of Q and K.")],
+    "head_dim_v": Annotated[int | None, typer.Option(help="Head dimension of V; that of Q unless given.")],
+    "causal": Annotated[bool | None, typer.Option("--causal/--no-causal", help="Mask the future.")],
+    "dtype": Annotated[str | None, typer.Option(help="bf16, fp16, fp8 or fp4.")],
+}
+
+#: What a command gets of them, to hand to :func:`make_problem`.
+Shape = Mapping[str, Any]
+NO_SHAPE: Shape = {}
 
 
-def make_problem(**shape: Any) -> Problem:
+def shape_options(**defaults: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the shape options in the place of its parameter ``shape``; ``defaults`` in place of None."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_options(**given: Any) -> None:
+            command(shape={name: given.pop(name) for name in _SHAPE}, **given)
+
+        hints = get_type_hints(command, include_extras=True)
+        parameters = []
+        for parameter in signature(command).parameters.values():
+            options = _SHAPE if parameter.name == "shape" else {parameter.name: hints[parameter.name]}
+            for name, hint in options.items():
+                default = defaults.get(name) if options is _SHAPE else parameter.default
+                parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        with_options.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_options
+
+    return decorate
+
+
+def make_problem(shape: Shape) -> Problem:
     """The problem of the shape options by their names; what is None keeps the default of Problem.
 
     Raises ConfigError.
