@@ -20,14 +20,14 @@ from typing import Annotated, Literal
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.kernels.blocks import BlockInfo
-from fasim.kernels.correction import read_sum, rescale, rescale_columns, store_output, vote
+from fasim.kernels.correction import correction, rescale_columns
 from fasim.kernels.softmax_sm100 import Softmax, SoftmaxKnobs, choose
 from fasim.kernels.tcgen05 import Issuer, issuer
 from fasim.kernels.tmem import ROWS, Operands, Order, QueryTile, TmemForward, begin, load, operands, query_tile, setup
 from fasim.problem import Problem
 from fasim.program.builds import Build
 from fasim.program.effects import Store
-from fasim.program.language import Kernel, Role, Tile
+from fasim.program.language import Kernel, Tile
 from fasim.program.library import schedule
 
 
@@ -148,32 +148,6 @@ def pv(mma: Issuer, tile: QueryTile, values: Tile) -> None:
     if f.early < len(f.emulated):
         mma.role.wait_barrier(tile.last, reason="full")
         mma.pv(tile.ready_p.columns(first, 1), values, into=tile.o)
-
-
-def correction(r: Role, f: TmemForward, tiles: list[QueryTile]) -> None:
-    """Rescales O where needed and writes it out. A tile's scale slot is freed after the other tile's is handled."""
-    setup(r, f)
-    for tile in tiles:
-        r.arrive(tile.ready, scope=f.scope, label="O free")
-    with r.tiles():
-        for tile in tiles:  # the first block has nothing to rescale
-            r.wait_barrier(tile.stats)
-        r.arrive(tiles[0].read)
-        for trips, needed in (("rescaled", True), ("kept", False)):
-            with r.loop(trips):
-                for tile, other in zip(tiles, reversed(tiles), strict=True):
-                    r.wait_barrier(tile.stats)
-                    vote(r, f, tile, needed)
-                    if needed:
-                        rescale(r, f, tile.o)
-                    r.arrive(tile.ready, scope=f.scope)
-                    r.arrive(other.read)
-        if len(tiles) > 1:
-            r.arrive(tiles[1].read)
-        for tile in tiles:
-            read_sum(r, f, tile)
-            store_output(r, f, tile)
-            r.arrive(tile.ready, scope=f.scope, label="O free")
 
 
 def resolve(problem: Problem, arch: Arch, knobs: Knobs, build: Build) -> tuple[Knobs, TmemForward]:

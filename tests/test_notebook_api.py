@@ -90,7 +90,7 @@ def test_bad_tables_are_named(what, message):
 
 def test_without_pandas_the_package_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fasim\[sweep\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'fasim\[frames\]'"):
         sample_run().to_frame()
 
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from fasim.kernels.tmem import ROWS, QueryTile, TmemForward
+from fasim.kernels.tmem import ROWS, QueryTile, TmemForward, setup
 from fasim.program.effects import Effect, Move, Normalise, Rescale, Round, Store
 from fasim.program.language import Kernel, Role, Tile
 from fasim.program.ops import Latencies, add_mixes, scale_mix
@@ -118,3 +118,29 @@ def rescale_chance(blocks: int, n: int, threshold: float) -> npt.NDArray[np.floa
         )  # from maxima this far below
         in_use = in_use * (1.0 - grows) + density * reached
     return chance
+
+
+def correction(r: Role, f: TmemForward, tiles: list[QueryTile]) -> None:
+    """Rescales O where needed and writes it out. A tile's scale slot is freed after the other tile's is handled."""
+    setup(r, f)
+    for tile in tiles:
+        r.arrive(tile.ready, scope=f.scope, label="O free")
+    with r.tiles():
+        for tile in tiles:  # the first block has nothing to rescale
+            r.wait_barrier(tile.stats)
+        r.arrive(tiles[0].read)
+        for trips, needed in (("rescaled", True), ("kept", False)):
+            with r.loop(trips):
+                for tile, other in zip(tiles, reversed(tiles), strict=True):
+                    r.wait_barrier(tile.stats)
+                    vote(r, f, tile, needed)
+                    if needed:
+                        rescale(r, f, tile.o)
+                    r.arrive(tile.ready, scope=f.scope)
+                    r.arrive(other.read)
+        if len(tiles) > 1:
+            r.arrive(tiles[1].read)
+        for tile in tiles:
+            read_sum(r, f, tile)
+            store_output(r, f, tile)
+            r.arrive(tile.ready, scope=f.scope, label="O free")

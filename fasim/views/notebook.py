@@ -37,7 +37,7 @@ def run_frame(run: Run, what: str = "run") -> pd.DataFrame:
     try:
         import pandas as pd
     except ImportError:
-        raise ConfigError("to_frame needs the 'pandas' package: pip install 'fasim[sweep]'") from None
+        raise ConfigError("to_frame needs the 'pandas' package: pip install 'fasim[frames]'") from None
     return _TABLES[what](pd, run)
 
 
