@@ -163,8 +163,8 @@ def _hopper(k: Kernel, build: Build, g: Gemm, rings: tuple[Ring, Ring], c: Tenso
     operands to four of them, in both GEMMs.
     """
     m, n, *_ = g.tiling
-    # Whole instructions: what a tile of 128 x 192 has more is left out.
-    accumulator = register_tile("C", max(m, n) // 128 * 64, min(m, n))
+    long, short = (max(m, n), min(m, n)) if max(m, n) % 128 == 0 else (m, n)  # no half instructions
+    accumulator = register_tile("C", long // 2, short)
     barrier = k.barrier("epilogue", 2, named=True)
     with k.role("consumer", warpgroups=2, registers=_registers(build, "consumer")) as w, w.tiles():
         _mainloop(w, g, rings, accumulator)
