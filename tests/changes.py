@@ -16,15 +16,15 @@ import numpy as np
 
 from fasim.errors import ConfigError, did_you_mean
 from fasim.program.effects import Effect, IntArray
-from fasim.program.language import Barrier, Buffer, Kernel, Region, Role, Tensor
+from fasim.program.language import Barrier, Buffer, Kernel, Role, Tensor, TmemRegion
 from fasim.program.ops import Arrive, Copy, Loop, Mma, Only, Op, TileLoop, Wait
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-D = TypeVar("D", Barrier, Buffer, Kernel, Region, Tensor)
-S = TypeVar("S", Barrier, Buffer, Region)
+D = TypeVar("D", Barrier, Buffer, Kernel, TmemRegion, Tensor)
+S = TypeVar("S", Barrier, Buffer, TmemRegion)
 
 #: From the kernels of a schedule to copies of them, of which something is wrong.
 Change = Callable[[Sequence[Kernel]], list[Kernel]]
@@ -133,7 +133,7 @@ def _edit_effects(at: At, kind: type[Effect], edit_one: Callable[[Effect], tuple
 
 
 # --- declarations -----------------------------------------------------------------------------------------------------
-def redeclare(kind: type[Barrier | Buffer | Kernel | Region | Tensor], name: str, **changed: object) -> Change:
+def redeclare(kind: type[Barrier | Buffer | Kernel | TmemRegion | Tensor], name: str, **changed: object) -> Change:
     """A kernel, or what kernels declare under ``name``, is declared otherwise.
 
     For example ``redeclare(Barrier, "O.free", arrivals=1)``.
@@ -180,7 +180,7 @@ def restage(count: int, *names: str) -> Change:
         return op
 
     def change(kernels: Sequence[Kernel]) -> list[Kernel]:
-        declared: list[Barrier | Buffer | Region] = []
+        declared: list[Barrier | Buffer | TmemRegion] = []
         for kernel in kernels:
             declared += [*kernel.barriers, *kernel.buffers, *kernel.regions]
         known = {item.name: item.stages for item in declared}

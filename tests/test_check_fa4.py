@@ -22,7 +22,7 @@ from changes import (
 from mutations import Mutation, caught, messages, run_check
 
 from fasim.program.effects import Mask, Matmul, Move, Normalise, Probabilities, Rescale, RowMax, Store
-from fasim.program.language import Kernel, Region, Tensor
+from fasim.program.language import Kernel, Tensor, TmemRegion
 
 #: Chip, shape, knobs, and the spread of Q: with 8, maxima grow past the threshold of the conditional rescale.
 CASES = [
@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S of one tile over S of the other",
-        together(redeclare(Region, "S1", first=64), redeclare(Region, "P1", first=64)),
+        together(redeclare(TmemRegion, "S1", first=64), redeclare(TmemRegion, "P1", first=64)),
         "race",
         "as S0, which shares its space",
     ),
@@ -163,7 +163,7 @@ MUTATIONS = [
     ),
     Mutation(
         "O beyond the columns allocated",
-        redeclare(Region, "O1", first=448),
+        redeclare(TmemRegion, "O1", first=448),
         "structure",
         "region 'O1' of tensor memory ends at column 576, the kernel allocates 512",
     ),

@@ -7,7 +7,7 @@ from changes import At, drop, move, redeclare, replace_effect, restage, retarget
 from mutations import Mutation, caught, right, run_check
 
 from fasim.program.effects import Mask, Normalise
-from fasim.program.language import Buffer, Kernel, Region, Tensor
+from fasim.program.language import Buffer, Kernel, Tensor, TmemRegion
 
 SHAPES = [
     ("a100", {"causal": True}, {}),
@@ -80,14 +80,14 @@ TRITON = [
     ),
     Mutation(
         "one S for two QK in flight",
-        redeclare(Region, "S", stages=1),
+        redeclare(TmemRegion, "S", stages=1),
         "race",
         "overwrites S that softmax 'load S' (",
         arch="b200",
     ),
     Mutation(
         "P on top of S",
-        redeclare(Region, "P", first=0),
+        redeclare(TmemRegion, "P", first=0),
         "race",
         "which shares its space",
         arch="b200",
@@ -137,7 +137,7 @@ TRITON = [
     ),
     Mutation(
         "three S in tensor memory",
-        together(redeclare(Region, "S", stages=3), redeclare(Kernel, "triton", tmem_columns=1024)),
+        together(redeclare(TmemRegion, "S", stages=3), redeclare(Kernel, "triton", tmem_columns=1024)),
         "structure",
         "1024 TMEM columns exceed 512",
         arch="b200",

@@ -7,12 +7,13 @@ import pytest
 from programs import TOY_MHZ, comparable, everything, toy_arch
 
 from fasim.arch import load_arch
-from fasim.checker import Arrays, Log, Machine
+from fasim.checker import Arrays, Log, ValueMachine
 from fasim.engine import reference
 from fasim.errors import ModelError
 from fasim.lowering.lower import lower_program
 from fasim.problem import Problem
 from fasim.program.effects import (
+    ArrayRegion,
     Clear,
     Layout,
     Load,
@@ -20,7 +21,6 @@ from fasim.program.effects import (
     Move,
     Normalise,
     Probabilities,
-    Region,
     Rescale,
     Resume,
     ResumeOutput,
@@ -41,7 +41,7 @@ def execute(k, **inputs):
     """Global arrays after ``k``, what was found, and whether values had to stop."""
     image, ops = lower_program(k, TOY_MHZ)
     log, arrays = Log(), Arrays(inputs)
-    machine = Machine(k, image, ops, arrays, log)
+    machine = ValueMachine(k, image, ops, arrays, log)
     reference.run(image, observer=machine)
     machine.finish()
     return arrays.data, [finding.message for finding in log.findings], machine.broken
@@ -72,7 +72,7 @@ def test_a_run_that_is_observed_is_the_same_run(shape):
     shapes = {"Q": 2 * problem.seqlen_q, "K": problem.heads_kv * problem.seqlen_k}
     arrays = Arrays({name: np.ones((rows, problem.head_dim), np.float32) for name, rows in shapes.items()})
     arrays.data["V"] = arrays.data["K"]
-    machine = Machine(k, image, ops, arrays, Log())
+    machine = ValueMachine(k, image, ops, arrays, Log())
     alone = reference.run(image, everything(image))
     observed = reference.run(image, everything(image), None, machine)
     assert comparable(alone) == comparable(observed)
@@ -358,7 +358,7 @@ def test_parts_of_a_place_are_joined_along_rows_or_columns():
     k = kernel(load_arch("b200", ("chip.sm_count=1",)), tmem_columns=32)
     k.tensor("X", 1, 64, "own", 0, row_blocks(1, SIZE, SIZE, SIZE))
     ring = k.ring(k.tensors[0], 64, 1, consumers=1)
-    k.tensor("Y", 1, 64, "own", 0, Layout(SIZE, SIZE, lambda line, tile: Region(np.arange(SIZE))))
+    k.tensor("Y", 1, 64, "own", 0, Layout(SIZE, SIZE, lambda line, tile: ArrayRegion(np.arange(SIZE))))
     k.region("T", 0, 16)
     with k.role("producer", warps=1, registers=24) as p, p.tiles():
         p.load(ring)

@@ -27,7 +27,7 @@ _PIPE, _WORK = REASONS.index("pipe"), REASONS.index("work")
 
 
 @dataclass(frozen=True)
-class Step:
+class PathStep:
     """Time on the critical path under one label: cycles, and per cent of the path."""
 
     label: str
@@ -53,7 +53,7 @@ class CriticalPath:
 
     cycles: float
     iterations: int
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
     hand_overs: tuple[HandOver, ...]
     loop_carried_cycles: float  # per iteration; 0 for a whole run
 
@@ -185,7 +185,7 @@ def critical_path(s: EventGraph, *, steady: bool = True) -> CriticalPath:
     return CriticalPath(
         cycles=total / per_cycle,
         iterations=iterations,
-        steps=tuple(Step(label, n / per_cycle, 100 * n / total) for label, n in spent.most_common()),
+        steps=tuple(PathStep(label, n / per_cycle, 100 * n / total) for label, n in spent.most_common()),
         hand_overs=tuple(HandOver(*key, waits[key], n / per_cycle) for key, n in waited.most_common()),
         loop_carried_cycles=_longest(s, first, last) / per_cycle / iterations if iterations else 0.0,
     )

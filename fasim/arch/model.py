@@ -95,7 +95,7 @@ class Atomics(Table):
     """Chip, FP32 red or bulk reduce-add, per SM clock cycle."""
 
 
-class Launch(Table):
+class LaunchCosts(Table):
     """Kernel launch and CTA life cycle."""
 
     ramp_ns: NonNegativeFloat
@@ -135,7 +135,7 @@ class Arch(Table):
     l2: L2
     hbm: Hbm
     atomics: Atomics
-    launch: Launch
+    launch: LaunchCosts
 
     _provenance: Provenance | None = None  # private, so that no TOML key can set it
 

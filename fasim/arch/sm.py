@@ -105,7 +105,7 @@ class AsyncMma(Table):
     """``completion_cycles`` of the instruction that spans two SMs."""
 
 
-class Tensor(Table):
+class TensorCore(Table):
     """The tensor cores."""
 
     flops_per_cycle: DtypeTable
@@ -243,7 +243,7 @@ class Sm(Table):
     mufu: Mufu
     lsu: Lsu
     smem: Smem
-    tensor: Tensor
+    tensor: TensorCore
     interference: Interference | None = None
     mma_sync_interference: MmaSyncInterference
     tma: Tma | None = None

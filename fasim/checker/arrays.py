@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fasim.numerics.formats import Float32
-from fasim.program.effects import Layout, Region
+from fasim.program.effects import ArrayRegion, Layout
 
 
 class Arrays:
@@ -17,7 +17,7 @@ class Arrays:
         self.data: dict[str, Float32] = dict(given)
         self._written: dict[str, np.ndarray[tuple[int, int], np.dtype[np.bool_]]] = {}
 
-    def read(self, name: str, region: Region) -> Float32:
+    def read(self, name: str, region: ArrayRegion) -> Float32:
         """Rows of ``region``; a row outside the tensor is zero, as a TMA copy fills it. Raises KeyError.
 
         What has been read may be written again.
@@ -27,7 +27,7 @@ class Arrays:
             self._written[name][region.rows[region.rows >= 0], region.columns] = False
         return np.where((region.rows >= 0)[:, None], found, np.float32(0))
 
-    def write(self, name: str, layout: Layout, columns: int, region: Region, data: Float32) -> bool:
+    def write(self, name: str, layout: Layout, columns: int, region: ArrayRegion, data: Float32) -> bool:
         """Write rows inside the tensor; false where one of them was written before, and not read since."""
         if name not in self.data:
             self.data[name] = np.full((layout.rows, columns), np.nan, np.float32)

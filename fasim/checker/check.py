@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fasim.arch import Arch, load_arch
-from fasim.checker import UNCHANGED, Arrays, Finding, Log, Machine, Numerics
+from fasim.checker import UNCHANGED, Arrays, Finding, Log, Numerics, ValueMachine
 from fasim.engine import reference
 from fasim.engine.common import NO_TRACE
 from fasim.engine.image import TICKS, Image
@@ -247,7 +247,7 @@ def _run(
     first = programs[0][0]
     memory, ticks = new_memory(first.lines, first.machine, first.slowest_line), 0
     for kernel, (image, ops) in zip(kernels, programs, strict=True):
-        machine = Machine(kernel, image, ops, arrays, log, numerics) if annotated else None
+        machine = ValueMachine(kernel, image, ops, arrays, log, numerics) if annotated else None
         ticks += reference.run(image, NO_TRACE, memory, machine).ticks
         next_launch(memory)
         if machine is not None:

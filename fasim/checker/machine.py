@@ -14,7 +14,7 @@ from typing import Literal
 from fasim.checker.arithmetic import execute
 from fasim.checker.arrays import Arrays
 from fasim.checker.operands import UNCHANGED, Nothing, Numerics, Operands
-from fasim.checker.state import Actor, Cta, Located, Step
+from fasim.checker.state import Actor, Cta, Execution, Located
 from fasim.checker.storage import Access, Clock, Share, Storage, join
 from fasim.engine import image as im
 from fasim.engine.image import Image
@@ -29,7 +29,7 @@ from fasim.results.findings import Finding, Kind, Log
 _WHOLE: Share = (0.0, 1.0)
 
 
-class Machine:
+class ValueMachine:
     """Observes one run of ``kernel`` lowered to ``image``; ``ops[pc]`` is the operation of each instruction.
 
     Reads and writes ``arrays``; what is wrong goes to ``log``. Values stop (``broken``) where a place is read that
@@ -59,7 +59,7 @@ class Machine:
         }
         self._actors: dict[tuple[int, int, int, int], Actor] = {}
         self._ctas: dict[tuple[int, int], list[Cta]] = {}
-        self._pending: list[tuple[int, int, Step]] = []
+        self._pending: list[tuple[int, int, Execution]] = []
         self._serial = itertools.count()
         self._addresses = _addresses(kernel)
 
@@ -71,12 +71,12 @@ class Machine:
         for key in [key for key in self._actors if key[:2] == (group, slot)]:
             del self._actors[key]
 
-    def begin(self, agent: Agent, pc: int, tick: int) -> Step:
+    def begin(self, agent: Agent, pc: int, tick: int) -> Execution:
         """Record the accesses of the instruction, in the order that its role knows of."""
         self._drain(tick)
         actor, op = self._actor(agent), self.ops[pc]
         assert op is not None
-        step = Step(actor, op, pc, agent.row, tick)
+        step = Execution(actor, op, pc, agent.row, tick)
         if isinstance(op, Copy):  # its line is not known yet
             return step
         if isinstance(op, Mma):  # the queue's order is the order of its MMAs
@@ -93,7 +93,7 @@ class Machine:
 
     def copying(self, step: object, line: int, until: int) -> None:
         """A copy by threads is done by the role itself when it stores; all others are asynchronous."""
-        assert isinstance(step, Step) and isinstance(step.op, Copy)
+        assert isinstance(step, Execution) and isinstance(step.op, Copy)
         actor, op = step.actor, step.op
         step.line = line - self.bases[op.tensor]
         layout = self.kernel.find_tensor(op.tensor).layout
@@ -114,12 +114,12 @@ class Machine:
 
     def issued(self, step: object, until: int) -> None:
         """An MMA group takes effect when it completes."""
-        assert isinstance(step, Step)
+        assert isinstance(step, Execution)
         self._later(step, until)
 
     def arrived(self, step: object, rank: int, barrier: int, phases: int, tick: int) -> None:
         """Who finds the phase complete knows all that arrived for it."""
-        assert isinstance(step, Step)
+        assert isinstance(step, Execution)
         self._drain(tick)
         cta = step.actor.ctas[rank]
         clock = cta.pending.setdefault(barrier, {})
@@ -130,14 +130,14 @@ class Machine:
 
     def passed(self, step: object, barrier: int, phase: int) -> None:
         """The role learns what the arrivals knew; not by a wait that is left to another barrier."""
-        assert isinstance(step, Step) and isinstance(step.op, Wait)
+        assert isinstance(step, Execution) and isinstance(step.op, Wait)
         if phase > 0 and step.op.polled:
             actor = step.actor
             actor.learn(actor.ctas[actor.agent.sm].phases[barrier][phase - 1])
 
     def end(self, step: object, tick: int) -> None:
         """The role goes on: its own work takes effect, and it knows what it waited for."""
-        assert isinstance(step, Step)
+        assert isinstance(step, Execution)
         self._drain(tick)
         actor, op = step.actor, step.op
         if isinstance(op, WaitMma):
@@ -181,7 +181,7 @@ class Machine:
                 self._actors[key].meet()
         return self._actors[key]
 
-    def _later(self, step: Step, until: int) -> None:
+    def _later(self, step: Execution, until: int) -> None:
         step.until = until
         heapq.heappush(self._pending, (until, next(self._serial), step))
 
@@ -190,7 +190,7 @@ class Machine:
         while self._pending and (tick is None or self._pending[0][0] <= tick):
             self._execute(heapq.heappop(self._pending)[2])
 
-    def _execute(self, step: Step) -> None:
+    def _execute(self, step: Execution) -> None:
         if step.done or not step.found:
             return
         step.done = True
@@ -213,14 +213,14 @@ class Machine:
                 self._report("data", step, type(effect).__name__, f"shapes do not fit: {error}")
             step.actor.turns[type(effect)] = step.actor.turns.get(type(effect), 0) + 1
 
-    def _own(self, step: Step) -> None:
+    def _own(self, step: Execution) -> None:
         """Accesses of the role itself."""
         actor = step.actor
         if step.op.effects:
             self._act(step, actor.key, actor.common)
             actor.clock[actor.key] = actor.own["warps", actor.key] = actor.accesses[actor.key]
 
-    def _act(self, step: Step, component: Hashable, known: Clock) -> None:
+    def _act(self, step: Execution, component: Hashable, known: Clock) -> None:
         """Find the operands of a step and check their accesses against all earlier ones, of which ``known`` knows.
 
         The step's clock is ``known`` and, in ``component``, the step itself.
@@ -248,7 +248,7 @@ class Machine:
                 by_rank.append(places)
             step.found.append((effect, by_rank))
 
-    def _locate(self, step: Step, effect: Effect, name: str, rank: int) -> Located:
+    def _locate(self, step: Execution, effect: Effect, name: str, rank: int) -> Located:
         actor, op = step.actor, step.op
         operand = getattr(effect, name)
         place = operand if isinstance(operand, Place) else Register(operand)
@@ -278,7 +278,7 @@ class Machine:
         of: Literal["rows", "all"] = "rows" if rows or space == "tmem" else "all"
         return Located(storage, place.name, stage, share, lo, hi, text, place.columns or _WHOLE, of)
 
-    def _stage(self, step: Step, place: Place, stages: int) -> int:
+    def _stage(self, step: Execution, place: Place, stages: int) -> int:
         if place.stage is not None:
             return place.stage % stages
         if stages == 1:
@@ -296,7 +296,7 @@ class Machine:
         return selected % stages
 
     # --- messages -----------------------------------------------------------------------------------------------------
-    def _report(self, kind: Kind, step: Step, place: str, what: str) -> None:
+    def _report(self, kind: Kind, step: Execution, place: str, what: str) -> None:
         actor, op = step.actor, step.op
 
         def describe() -> Finding:
@@ -349,7 +349,7 @@ def _addresses(kernel: Kernel) -> dict[tuple[str, str], tuple[int, int, int]]:
     return found
 
 
-def _cause(first: Step, second: Step) -> str:
+def _cause(first: Execution, second: Execution) -> str:
     """What is missing between two steps."""
     same = first.actor is second.actor
     if isinstance(first.op, Mma):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fasim.checker.arrays import Arrays
-from fasim.checker.state import Located, Step
+from fasim.checker.state import Execution, Located
 from fasim.checker.storage import Piece, Value, concatenate
 from fasim.errors import ConfigError, ModelError, did_you_mean
 from fasim.numerics.exp2 import Exp2
@@ -61,9 +61,9 @@ class Operands:
         self,
         kernel: Kernel,
         arrays: Arrays,
-        step: Step,
+        step: Execution,
         places: dict[str, Located],
-        report: Callable[[Kind, Step, str, str], None],
+        report: Callable[[Kind, Execution, str, str], None],
         numerics: Numerics,
     ) -> None:
         self.numerics = numerics

@@ -41,8 +41,8 @@ class Actor:
     #: knows of its own part beyond that and ``clock``, which is what a warp knows of work on its own rows.
     met: Clock | None = None
     own: Clock = field(default_factory=dict)
-    groups: list[Step] = field(default_factory=list)
-    copies: dict[str, list[Step]] = field(default_factory=lambda: {"load": [], "store": []})
+    groups: list[Execution] = field(default_factory=list)
+    copies: dict[str, list[Execution]] = field(default_factory=lambda: {"load": [], "store": []})
     registers: dict[str, Storage] = field(default_factory=dict)
     accesses: dict[Hashable, int] = field(default_factory=dict)  # by component
     turns: dict[type[Effect], int] = field(default_factory=dict)  # executions in this work tile
@@ -112,7 +112,7 @@ class Located:
 
 
 @dataclass(eq=False)
-class Step:
+class Execution:
     """One execution of an instruction."""
 
     actor: Actor

@@ -10,7 +10,7 @@ from fasim.errors import BudgetError, ConfigError
 from fasim.kernels.attention import Attention
 from fasim.kernels.blocks import WorkTiles
 from fasim.kernels.layouts import kv_layout, partial_layout, query_layout
-from fasim.program.builds import Loop
+from fasim.program.builds import CompiledLoop
 from fasim.program.language import Kernel, Ring, Shape, Smem, Tensor, Tile, register_tile
 from fasim.program.tiles import FORMAT_BITS
 
@@ -87,7 +87,7 @@ class Forward(Attention):
         """Where PV accumulates: O, or apart."""
         return register_tile("PV" if self.two_level else "O", 64, self.dv)
 
-    def softmax_order(self, overlap: bool) -> Loop:
+    def softmax_order(self, overlap: bool) -> CompiledLoop:
         """The compiler's order of a block's softmax, with or without a PV in flight while it runs."""
         return self.build.loop(
             "softmax",

@@ -16,7 +16,7 @@ from fasim.arch import Arch
 from fasim.kernels.blocks import BlockInfo
 from fasim.kernels.layouts import kv_layout
 from fasim.program.builds import Build
-from fasim.program.effects import Effect, Layout, Load, Move, Region
+from fasim.program.effects import ArrayRegion, Effect, Layout, Load, Move
 from fasim.program.language import Kernel, Role, Smem, Tensor
 from fasim.program.tiles import Cursor
 
@@ -70,11 +70,11 @@ def row_layouts(k: Kernel, splits: int, steps: int, blocks: int) -> dict[str, La
     length = problem.seqlen_q
     step_of = np.concatenate([np.arange(split, steps, splits) for split in range(splits)])
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         if line < 0:
-            return Region(np.full(ROWS, -1, np.int64))
+            return ArrayRegion(np.full(ROWS, -1, np.int64))
         row = step_of[line % steps] * ROWS + np.arange(ROWS, dtype=np.int64)
-        return Region(problem.sequences.q_rows(line // steps, row))
+        return ArrayRegion(problem.sequences.q_rows(line // steps, row))
 
     def trips(name: str, tile: int) -> int:
         return int(k.tiles[name][tile] + k.tiles[f"{name} end"][tile])

@@ -10,7 +10,7 @@ import numpy as np
 
 from fasim.kernels.blocks import BlockInfo, WorkTiles
 from fasim.problem.masks import IntArray
-from fasim.program.effects import Layout, Region
+from fasim.program.effects import ArrayRegion, Layout
 
 
 def query_rows(cut: BlockInfo, pair: int | IntArray, row: IntArray) -> IntArray:
@@ -33,11 +33,11 @@ def query_layout(
         pair, m_block = tiles.pair, tiles.m_block
     rows = cut.tile_m // (tiles_per_cta * ctas)
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         cta, number = divmod(line, tiles_per_cta)
         work, rank = divmod(cta, ctas)
         row = m_block[work] * cut.tile_m + (number * ctas + rank) * rows + np.arange(rows, dtype=np.int64)
-        return Region(query_rows(cut, int(pair[work]), row))
+        return ArrayRegion(query_rows(cut, int(pair[work]), row))
 
     return Layout(cut.problem.sequences.q_row_count, columns, region)
 
@@ -46,9 +46,9 @@ def kv_layout(cut: BlockInfo, columns: int, cluster: int = 1) -> Layout:
     """K or V by blocks of ``tile_n`` keys, each cut into a line for every CTA of a cluster that multicasts it."""
     part = cut.tile_n // cluster
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         block, rank = divmod(line, cluster)
-        return Region(_key_rows(cut, block)[rank * part :][:part])
+        return ArrayRegion(_key_rows(cut, block)[rank * part :][:part])
 
     def share(line: int) -> tuple[float, float]:
         return line % cluster / cluster, (line % cluster + 1) / cluster
@@ -60,10 +60,10 @@ def key_layout(cut: BlockInfo, ctas: int = 1, column_parts: int = 1) -> Layout:
     """K of a 2-CTA MMA: ``column_parts`` of each block, of which a CTA loads its share of the keys."""
     part, width = cut.tile_n // ctas, cut.problem.head_dim // column_parts
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         line, rank = divmod(line, ctas)
         block, half = divmod(line, column_parts)
-        return Region(_key_rows(cut, block)[rank * part :][:part], slice(half * width, (half + 1) * width))
+        return ArrayRegion(_key_rows(cut, block)[rank * part :][:part], slice(half * width, (half + 1) * width))
 
     return Layout(cut.problem.sequences.k_row_count, cut.problem.head_dim, region)
 
@@ -73,9 +73,9 @@ def value_layout(cut: BlockInfo, ctas: int = 1, column_parts: int = 1) -> Layout
     parts = column_parts * ctas
     width = cut.problem.head_dim_v // parts
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         block, part = divmod(line, parts)
-        return Region(_key_rows(cut, block), slice(part * width, (part + 1) * width))
+        return ArrayRegion(_key_rows(cut, block), slice(part * width, (part + 1) * width))
 
     return Layout(cut.problem.sequences.k_row_count, cut.problem.head_dim_v, region)
 
@@ -84,10 +84,10 @@ def partial_layout(cut: BlockInfo) -> Layout:
     """Outputs of the splits, before they are combined: lines (pair, m_block, split), rows (split, pair, row)."""
     total = cut.pairs * cut.rows
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         (pair, block), split = divmod(line // cut.num_splits, cut.m_blocks), line % cut.num_splits
         row = block * cut.tile_m + np.arange(cut.tile_m, dtype=np.int64)
-        return Region(np.where(row < cut.rows, split * total + pair * cut.rows + row, -1))
+        return ArrayRegion(np.where(row < cut.rows, split * total + pair * cut.rows + row, -1))
 
     return Layout(cut.num_splits * total, cut.problem.head_dim_v, region)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fasim.problem import Problem
 from fasim.problem.masks import IntArray
-from fasim.program.effects import Layout, Region
+from fasim.program.effects import ArrayRegion, Layout
 
 #: Rows and columns of the score matrix in a line.
 SCORE_ROWS, SCORE_COLUMNS = 128, 32
@@ -69,14 +69,14 @@ class Matrix:
             group, column = divmod(line, self.column_blocks)
             return *divmod(group * self.beside + number, self.row_blocks), column
 
-        def region(line: int, tile: int) -> Region:
+        def region(line: int, tile: int) -> ArrayRegion:
             head, row, column = blocks(line)
             token = row * self.line_rows + np.arange(self.line_rows, dtype=np.int64)
             inside = token < self.rows
             rows = np.where(inside, head * self.rows + token, -1)
             wide = slice(column * self.line_columns, min((column + 1) * self.line_columns, self.columns))
             keys = key_rows(self.scores, head, wide) if self.scores else None
-            return Region(rows if self.padded else rows[inside], wide, keys)
+            return ArrayRegion(rows if self.padded else rows[inside], wide, keys)
 
         def share(line: int) -> tuple[float, float]:
             _, row, column = blocks(line)

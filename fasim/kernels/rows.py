@@ -15,7 +15,18 @@ from fasim.arch import Arch
 from fasim.kernels.matrices import SCORE_COLUMNS, SCORE_ROWS, Matrix, key_rows, score_matrix
 from fasim.problem import Problem
 from fasim.program.builds import Build
-from fasim.program.effects import Effect, Layout, Load, Normalise, Probabilities, Region, Round, RowMax, RowSum, Store
+from fasim.program.effects import (
+    ArrayRegion,
+    Effect,
+    Layout,
+    Load,
+    Normalise,
+    Probabilities,
+    Round,
+    RowMax,
+    RowSum,
+    Store,
+)
 from fasim.program.language import Kernel, Register, Tensor
 from fasim.program.ops import Mix, add_mixes, scale_mix
 
@@ -161,10 +172,10 @@ def _row_layout(problem: Problem, rows: int, copies: int) -> Layout:
     """A CTA takes ``rows`` whole rows in ``copies`` parts; the L2 knows lines of other rows, as many."""
     total = problem.batch * problem.heads_q * problem.seqlen_q
 
-    def region(part: int, tile: int) -> Region:
+    def region(part: int, tile: int) -> ArrayRegion:
         row = tile * rows + np.arange(rows, dtype=np.int64)
         columns = slice(*(round((part + end) / copies * problem.seqlen_k) for end in (0, 1)))
         keys = key_rows(problem, int(row[0]) // problem.seqlen_q, columns)
-        return Region(np.where(row < total, row, -1), columns, keys)
+        return ArrayRegion(np.where(row < total, row, -1), columns, keys)
 
     return Layout(total, problem.seqlen_k, region, order=lambda tile, kind, number: number)

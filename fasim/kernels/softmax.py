@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fasim.kernels.forward import Forward
-from fasim.program.builds import Loop
+from fasim.program.builds import CompiledLoop
 from fasim.program.effects import Add, Effect, Move, Probabilities, Rescale, Round, RowMax, RowSum
 from fasim.program.language import Role, Smem
 from fasim.program.ops import Mix
@@ -22,7 +22,7 @@ WAIT_PV = "wait PV"
 ACCESS_BYTES = 512
 
 
-def row_max(c: Role, f: Forward, order: Loop) -> None:
+def row_max(c: Role, f: Forward, order: CompiledLoop) -> None:
     """The maxima that come first, with those of the neighbours in a quad. That of one row is a chain of FMNMX."""
     rows = order.rows_first
     chain = f.scores / 2 if rows == 1 else 0.0
@@ -31,7 +31,7 @@ def row_max(c: Role, f: Forward, order: Loop) -> None:
 
 
 def probabilities(
-    c: Role, f: Forward, order: Loop, rescale: bool, at_wait_pv: Callable[[], None] | None = None
+    c: Role, f: Forward, order: CompiledLoop, rescale: bool, at_wait_pv: Callable[[], None] | None = None
 ) -> None:
     """Exponentials, sums and P in the runs of ``order``; ``at_wait_pv`` records what stands at that mark.
 

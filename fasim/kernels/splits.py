@@ -16,7 +16,7 @@ from fasim.kernels.layouts import query_rows
 from fasim.problem import Problem
 from fasim.problem.masks import IntArray
 from fasim.program.builds import Build
-from fasim.program.effects import AddSplit, Fetch, Layout, Region, Round, SplitWeights, Store
+from fasim.program.effects import AddSplit, ArrayRegion, Fetch, Layout, Round, SplitWeights, Store
 from fasim.program.language import Kernel, Smem
 from fasim.program.ops import Mix
 
@@ -110,12 +110,12 @@ def _layouts(cut: BlockInfo, first: IntArray, rows: int) -> tuple[Layout, Layout
         row = int(first[tile]) + np.arange(rows, dtype=np.int64)
         return np.where(row < total, row, -1)
 
-    def parts(line: int, tile: int) -> Region:
+    def parts(line: int, tile: int) -> ArrayRegion:
         row = rows_of(tile)
-        return Region(np.where(row >= 0, line % cut.num_splits * total + row, -1))
+        return ArrayRegion(np.where(row >= 0, line % cut.num_splits * total + row, -1))
 
-    def outputs(line: int, tile: int) -> Region:
+    def outputs(line: int, tile: int) -> ArrayRegion:
         row = rows_of(tile)
-        return Region(np.where(row >= 0, query_rows(cut, row // cut.rows, row % cut.rows), -1))
+        return ArrayRegion(np.where(row >= 0, query_rows(cut, row // cut.rows, row % cut.rows), -1))
 
     return Layout(cut.num_splits * total, cut.problem.head_dim_v, parts), Layout(total, cut.problem.head_dim_v, outputs)

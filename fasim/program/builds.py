@@ -128,7 +128,7 @@ class Rows(Sourced):
     rows: Annotated[tuple[Row, ...], Field(strict=False, min_length=1)]
 
 
-class Run(Table):
+class StreamRun(Table):
     """Instructions that stand together in the compiled loop, or a mark between them."""
 
     label: str = ""
@@ -139,13 +139,13 @@ class Run(Table):
     """By class, the share of all its instructions in the region."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Run:
+    def _one_of_both(self) -> StreamRun:
         if bool(self.label) == bool(self.mark) or bool(self.mark and self.shares):
             raise ValueError("expected either label and shares, or mark")
         return self
 
 
-class Loop(Sourced):
+class CompiledLoop(Sourced):
     """The order of a softmax in compiled code: runs of instructions, with marks between them.
 
     A warp issues in order, so instructions of a run contend with each other, and what no run names comes last.
@@ -156,9 +156,9 @@ class Loop(Sourced):
     when: When = Field(default={})
     rows_first: PositiveInt
     """Of a thread's two rows, those whose maximum is complete before the first run."""
-    runs: Annotated[tuple[Run, ...], Field(strict=False)]
+    runs: Annotated[tuple[StreamRun, ...], Field(strict=False)]
 
-    def split(self, mark: str) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    def split(self, mark: str) -> tuple[tuple[StreamRun, ...], tuple[StreamRun, ...]]:
         """Runs before and after ``mark``; all are after it where the mark is missing."""
         at = next((number for number, run in enumerate(self.runs) if run.mark == mark), None)
         before, after = ((), self.runs) if at is None else (self.runs[:at], self.runs[at + 1 :])
@@ -183,7 +183,7 @@ class Build(Table):
     costs: Mapping[str, Cost] = Field(default={})
     mixes: Mapping[str, MixTable] = Field(default={})
     tables: Mapping[str, Rows] = Field(default={})
-    loops: Mapping[str, Loop] = Field(default={})
+    loops: Mapping[str, CompiledLoop] = Field(default={})
 
     _path: Path = Path()
 
@@ -245,7 +245,7 @@ class Build(Table):
             raise ConfigError(f"{self._path.name}: tables.{name}: no row for {_text(known)}")
         return columns
 
-    def loop(self, region: str, **facts: Fact) -> Loop:
+    def loop(self, region: str, **facts: Fact) -> CompiledLoop:
         """The first loop of a region whose conditions fit.
 
         Where the head dimension exceeds that of all loops, the last one whose other conditions fit stands in.

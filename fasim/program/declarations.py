@@ -57,7 +57,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Region:
+class TmemRegion:
     """``stages`` x ``columns`` columns of tensor memory from column ``first`` on; regions may share columns."""
 
     name: str

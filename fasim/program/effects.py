@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 # --- global memory ------------------------------------------------------------------------------------------------
-class Region(NamedTuple):
+class ArrayRegion(NamedTuple):
     """Rows (-1: outside the tensor, read as zero) and columns of a global array.
 
     ``keys``: in a matrix of scores, the rows of K that these columns stand for.
@@ -48,7 +48,7 @@ class Layout:
 
     rows: int
     columns: int
-    region: Callable[[int, int], Region]
+    region: Callable[[int, int], ArrayRegion]
     array: str | None = None
     share: Callable[[int], tuple[float, float]] | None = None
     order: Callable[[int, str, int], int] | None = None
@@ -58,10 +58,10 @@ def row_blocks(heads: int, length: int, rows: int, columns: int) -> Layout:
     """Layout of ``heads`` x blocks of ``rows`` rows, a line each; the last block of a head may be short."""
     blocks = -(-length // rows)
 
-    def region(line: int, tile: int) -> Region:
+    def region(line: int, tile: int) -> ArrayRegion:
         head, block = divmod(line, blocks)
         row = block * rows + np.arange(rows, dtype=np.int64)
-        return Region(np.where(row < length, head * length + row, -1))
+        return ArrayRegion(np.where(row < length, head * length + row, -1))
 
     return Layout(heads * length, columns, region)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fasim.arch import Arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
-from fasim.program.declarations import Barrier, Buffer, Region, Ring, Stages, Tensor, arrived, committed, waited
+from fasim.program.declarations import Barrier, Buffer, Ring, Stages, Tensor, TmemRegion, arrived, committed, waited
 from fasim.program.effects import Layout
 from fasim.program.ops import Loop, Only, Op, TileLoop
 from fasim.program.role import Group, Role
@@ -30,7 +30,6 @@ __all__ = [
     "GridMode",
     "Group",
     "Kernel",
-    "Region",
     "Register",
     "Ring",
     "Role",
@@ -40,6 +39,7 @@ __all__ = [
     "Tensor",
     "Tile",
     "Tmem",
+    "TmemRegion",
     "arrived",
     "committed",
     "register_tile",
@@ -76,7 +76,7 @@ class Kernel:
     barriers: list[Barrier] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     tmem_columns: int = 0
-    regions: list[Region] = field(default_factory=list)
+    regions: list[TmemRegion] = field(default_factory=list)
     launch_us: float = 0.0  # host time to launch it, after which it starts at the earliest; 0: a captured graph
     load: Literal["tensor", "memory"] = "tensor"  # what draws the power: picks the chip's sustained clock
     score_format: str | None = None  # the scores pass through memory in this format, so a check rounds them too
@@ -104,9 +104,9 @@ class Kernel:
         self.barriers.append(barrier)
         return barrier
 
-    def region(self, name: str, first: int, columns: int, stages: int = 1) -> Region:
+    def region(self, name: str, first: int, columns: int, stages: int = 1) -> TmemRegion:
         """Name a part of tensor memory, see :class:`Region`."""
-        region = Region(name, first, columns, stages)
+        region = TmemRegion(name, first, columns, stages)
         self.regions.append(region)
         return region
 

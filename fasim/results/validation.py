@@ -74,7 +74,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Effect:
+class SwitchEffect:
     """What a variant changes against the default variant of the same shape, as fractions of the default's cycles."""
 
     variant: str
@@ -99,7 +99,7 @@ class Validation:
     rows: tuple[Row, ...]
     knob_columns: tuple[str, ...]
     carried_columns: tuple[str, ...]
-    effects: tuple[Effect, ...] | None = None
+    effects: tuple[SwitchEffect, ...] | None = None
 
     def groups(self) -> dict[tuple[str, ...], Summary]:
         """Summary by (kernel, dtype, direction, head_dim), in the order of the file; short kernels included."""

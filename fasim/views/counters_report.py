@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fasim.studies.validate.counters import TRAFFIC, UNITS, Comparison, Launch
+from fasim.studies.validate.counters import TRAFFIC, UNITS, CountedLaunch, CounterComparison
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +44,7 @@ def error_text(name: str, error: float | None) -> str:
     return f"{100 * error:+.1f} %" if name in TRAFFIC else f"{error:+.1f}"
 
 
-def render_counters(result: Comparison) -> RenderableType:
+def render_counters(result: CounterComparison) -> RenderableType:
     """Every launch, the mean absolute errors, and what is not compared with the reason."""
     names = (*UNITS, *TRAFFIC)
     table = Table("launch", "", box=None, pad_edge=False, collapse_padding=True)
@@ -70,7 +70,7 @@ def render_counters(result: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def _lines(launch: Launch) -> dict[str, list[str]]:
+def _lines(launch: CountedLaunch) -> dict[str, list[str]]:
     names = (*UNITS, *TRAFFIC)
     return {
         "simulated": [value_text(name, launch.simulated[name]) for name in names],

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fasim.results.validation import SHORT_US, Effect, Row, Summary, Validation
+from fasim.results.validation import SHORT_US, Row, Summary, SwitchEffect, Validation
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,7 +73,7 @@ def _shape(cells: Mapping[str, str]) -> str:
     return f"B{cells['batch']} S{length} H{cells['heads_q']} d{cells['head_dim']}"
 
 
-def _effect_table(effects: tuple[Effect, ...], per_shape: bool) -> Table:
+def _effect_table(effects: tuple[SwitchEffect, ...], per_shape: bool) -> Table:
     if per_shape:
         table = _table(("variant", "shape"), ("measured %", "predicted %", "sign"))
         for effect in effects:
@@ -95,7 +95,7 @@ def _effect_table(effects: tuple[Effect, ...], per_shape: bool) -> Table:
     return table
 
 
-def _effect_line(effects: tuple[Effect, ...]) -> Text:
+def _effect_line(effects: tuple[SwitchEffect, ...]) -> Text:
     if not effects:
         return Text("no variant has a predicted default of its shape")
     right = sum(effect.sign_right for effect in effects)

@@ -65,7 +65,7 @@ _BUILDS = {"pytorch_flash::": ("build", "pytorch")}
 
 
 @dataclass(frozen=True)
-class Launch:
+class CountedLaunch:
     """One shape: measured and simulated per cent of peak by unit, and bytes by kind of traffic.
 
     ``columns`` are those of the first launch. A unit that cannot be compared is missing from ``measured``.
@@ -104,13 +104,13 @@ class Unpredicted:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CounterComparison:
     """The result of :func:`compare_counters`."""
 
     data: str
     data_sha256: str
     overrides: tuple[str, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[CountedLaunch, ...]
     unpredicted: tuple[Unpredicted, ...]
 
     def mean_absolute(self) -> dict[str, float]:
@@ -147,7 +147,7 @@ def compare_counters(
     overrides: Sequence[str] = (),
     engine: str = "compiled",
     progress: Progress | None = None,
-) -> Comparison:
+) -> CounterComparison:
     """Simulate every shape of the CSV ``data`` and compare utilisation and traffic with its counters.
 
     Raises ConfigError when the file cannot be read, lacks a column or has a cell that is no number, and for an
@@ -158,7 +158,7 @@ def compare_counters(
     path = Path(data)
     content, _, lines = read_lines(path, (*REQUIRED, "kernel_name", *_COUNTERS), kernels)
     check_overrides(lines, overrides)
-    launches: list[Launch] = []
+    launches: list[CountedLaunch] = []
     unpredicted: list[Unpredicted] = []
     load = cache(load_schedule)
     groups = _groups(lines)
@@ -167,14 +167,14 @@ def compare_counters(
         unpredicted += [Unpredicted(line[1], "auxiliary kernel of PyTorch") for line in group if line not in main]
         if main:
             outcome = _compare(path, main, job_of(f"{path}:{main[0][0]}", _knobs(main[0][1]), load, overrides, engine))
-            if isinstance(outcome, Launch):
+            if isinstance(outcome, CountedLaunch):
                 launches.append(outcome)
             else:
                 unpredicted += [Unpredicted(columns, outcome) for _, columns in main]
         if progress is not None:
             progress(done, len(groups))
     digest = hashlib.sha256(content).hexdigest()
-    return Comparison(str(data), digest, tuple(overrides), tuple(launches), tuple(unpredicted))
+    return CounterComparison(str(data), digest, tuple(overrides), tuple(launches), tuple(unpredicted))
 
 
 def _groups(lines: Iterable[Line]) -> list[list[Line]]:
@@ -189,7 +189,7 @@ def _knobs(columns: Mapping[str, str]) -> dict[str, str]:
     return {**columns, **dict(knob for part, knob in _BUILDS.items() if part in columns["kernel_name"])}
 
 
-def _compare(path: Path, lines: Sequence[Line], job: Job | str) -> Launch | str:
+def _compare(path: Path, lines: Sequence[Line], job: Job | str) -> CountedLaunch | str:
     """The launches of one shape and their simulation, or the reason why there is none."""
     if isinstance(job, str):
         return job
@@ -199,7 +199,7 @@ def _compare(path: Path, lines: Sequence[Line], job: Job | str) -> Launch | str:
         return str(error)
     if len(run.meta["kernels"]) != len(lines):
         return f"{len(lines)} kernels were launched, the schedule has {len(run.meta['kernels'])}"
-    return Launch(
+    return CountedLaunch(
         columns=lines[0][1],
         problem=job.problem.describe(),
         measured=_measured(lambda i, name: _number(f"{path}:{lines[i][0]}", lines[i][1], name), len(lines)),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fasim.errors import ConfigError, FasimError, did_you_mean
-from fasim.results.validation import RESULT, SHAPE, SHORT_US, Effect, Row, Validation
+from fasim.results.validation import RESULT, SHAPE, SHORT_US, Row, SwitchEffect, Validation
 from fasim.studies.batch import Job, Progress, spread
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _compare(where: str, columns: Mapping[str, str], outcome: Outcome | str) -> 
     )
 
 
-def _effects(rows: Iterable[Row]) -> Iterator[Effect]:
+def _effects(rows: Iterable[Row]) -> Iterator[SwitchEffect]:
     """Each predicted variant against the predicted ``<family>_default`` of its shape."""
 
     def shape(row: Row) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ def _effects(rows: Iterable[Row]) -> Iterator[Effect]:
     for row in predicted:
         default = defaults.get(shape(row))
         if default is not None and default is not row:
-            yield Effect(
+            yield SwitchEffect(
                 row.columns["variant"],
                 row,
                 measured=_ratio(row.measured_cycles, default.measured_cycles) - 1,
