@@ -33,6 +33,7 @@ from fasim.views.bounds_report import render_bounds
 from fasim.views.common import atomic_output, rows_of, window_of
 from fasim.views.compare_report import render_comparison
 from fasim.views.perfetto import write_trace
+from fasim.views.pictures import PALETTE
 from fasim.views.plot import plot_timeline
 from fasim.views.report import render_report, render_report_text
 from fasim.views.timeline import render_timeline
@@ -297,7 +298,7 @@ def test_svg_draws_every_tensor_slice_in_the_colour_of_its_owner(tmp_path: Path)
     window = (0, int(run.cycles))
     plot_timeline([("all", run)], tmp_path / "a.svg", cycles=window)
     text = (tmp_path / "a.svg").read_text()
-    blue = text.count(f'style="fill: {plot._PALETTE[0].lower()}')
+    blue = text.count(f'style="fill: {PALETTE[0].lower()}')
     trace, row = run.trace, REASONS.index("work")
     assert trace is not None
     mine = (trace.sm == 0) & (trace.owner == 1) & (trace.track == TENSOR)

@@ -13,7 +13,7 @@ from rich.text import Text
 from fasim.analysis.bounds import Bounds, Story, problem_of
 from fasim.analysis.compare import busy_cycles
 from fasim.results.run import Run
-from fasim.views.common import FirstThatFits, provenance
+from fasim.views.common import FirstThatFits, provenance, table
 
 
 def render_bounds(run: Run, bounds: Bounds, *, layers: int = 80) -> RenderableType:
@@ -50,51 +50,44 @@ def bound_line(run: Run) -> str:
     return f"Bound: {busy[unit]:,.0f} cycles by {unit}; the run takes {run.cycles / busy[unit]:.2f} times as long"
 
 
-def _grid(*heads: str, gap: int = 2) -> Table:
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=bool(any(heads)))
-    for position, head in enumerate(heads):
-        table.add_column(head, justify="right" if position else "left")
-    return table
-
-
 def _units(bounds: Bounds, gap: int) -> Table:
     heads = ("% of run", "% steady") if gap > 1 else ("%\nrun", "%\nsteady")
-    table = _grid("unit", "needed", "executed", *heads, gap=gap)
+    rows = table("unit", "needed", "executed", *heads, gap=gap)
     for bound in sorted(bounds.units, key=lambda bound: -bound.executed_cycles):
-        table.add_row(
+        rows.add_row(
             Text(bound.unit, style="bold red" if bound is bounds.limit else ""),
             "" if bound.needed_cycles is None else f"{bound.needed_cycles:,.0f}",
             f"{bound.executed_cycles:,.0f}",
             f"{100 * bound.executed_cycles / bounds.cycles:.1f}",
             "" if bound.steady_percent is None else f"{bound.steady_percent:.1f}",
         )
-    return table
+    return rows
 
 
 def _traffic(bounds: Bounds) -> Table:
-    table = _grid("", "")
+    rows = table("", "", gap=2, show_header=False)
     side = "compute" if bounds.simulated_intensity > bounds.story.ridge else "memory"
-    table.add_row("HBM traffic, minimal", _bytes(bounds.minimal_hbm_bytes))
-    table.add_row("HBM traffic, simulated", _bytes(bounds.simulated_hbm_bytes))
-    table.add_row("arithmetic intensity", f"{bounds.simulated_intensity:,.0f} FLOP/byte")
-    table.add_row("ridge", f"{bounds.story.ridge:,.0f} FLOP/byte, so this run is on the {side} side")
-    return table
+    rows.add_row("HBM traffic, minimal", _bytes(bounds.minimal_hbm_bytes))
+    rows.add_row("HBM traffic, simulated", _bytes(bounds.simulated_hbm_bytes))
+    rows.add_row("arithmetic intensity", f"{bounds.simulated_intensity:,.0f} FLOP/byte")
+    rows.add_row("ridge", f"{bounds.story.ridge:,.0f} FLOP/byte, so this run is on the {side} side")
+    return rows
 
 
 def _story(story: Story, heads: int, layers: int) -> Table:
-    table = _grid("", "naive", "fused")
-    table.add_row("intensity, FLOP/byte", f"{story.naive_intensity:,.0f}", f"{story.fused_intensity:,.0f}")
+    rows = table("", "naive", "fused", gap=2)
+    rows.add_row("intensity, FLOP/byte", f"{story.naive_intensity:,.0f}", f"{story.fused_intensity:,.0f}")
     arithmetic = f"{1e6 * story.arithmetic_s:.1f} us"
-    table.add_row("arithmetic of one head", arithmetic, arithmetic)
+    rows.add_row("arithmetic of one head", arithmetic, arithmetic)
     ratio = story.naive_traffic_s / story.arithmetic_s
-    table.add_row("passes over S and P", f"{1e6 * story.naive_traffic_s:.1f} us = {ratio:.1f} x arithmetic", "none")
+    rows.add_row("passes over S and P", f"{1e6 * story.naive_traffic_s:.1f} us = {ratio:.1f} x arithmetic", "none")
     for count, what in ((1, "head"), (heads, f"layer ({heads} heads)"), (heads * layers, f"model ({layers} layers)")):
         kept = (_bytes(count * story.naive_kept_bytes), _bytes(count * story.fused_kept_bytes))
-        table.add_row(f"kept for backward, {what}", *kept)
-    table.add_row("backward FLOPs / forward", *[f"{story.backward_flops_ratio:g}"] * 2)
+        rows.add_row(f"kept for backward, {what}", *kept)
+    rows.add_row("backward FLOPs / forward", *[f"{story.backward_flops_ratio:g}"] * 2)
     room = f"{story.tile_bytes / 1024:.0f} of {story.smem_bytes / 1024:.0f} KiB of SMEM"
-    table.add_row("tile: Q, K, V and FP32 scores", "", room)
-    return table
+    rows.add_row("tile: Q, K, V and FP32 scores", "", room)
+    return rows
 
 
 def _bytes(count: float) -> str:

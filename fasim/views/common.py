@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
 
 from fasim.errors import ConfigError
 from fasim.results.reasons import REASONS, UNIT_SLICE
@@ -167,6 +168,14 @@ def atomic_output(path: Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{path}: cannot write: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def table(*heads: str, left: Sequence[int] = (0,), gap: int = 1, **options: Any) -> Table:
+    """A table without lines, its columns ``left`` aligned left and the others right, ``gap`` spaces between them."""
+    made = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", **options)
+    for position, head in enumerate(heads):
+        made.add_column(head, justify="left" if position in left else "right")
+    return made
 
 
 class FirstThatFits:

@@ -7,15 +7,12 @@ lists, per role, the reasons whose time changed; a role's changes add up to the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fasim.analysis.compare import Change, Comparison
 from fasim.results.reasons import UNITS
-from fasim.views.common import FirstThatFits, knob_text, provenance
+from fasim.views.common import FirstThatFits, knob_text, provenance, table
 
 #: Changes of a role's reason below this share of the base's cycles are left out.
 _SMALL = 0.002
@@ -30,18 +27,11 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def _table(heads: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for position, head in enumerate(heads):
-        table.add_column(head, justify="left" if position == 0 else "right")
-    return table
-
-
 def _runs(comparison: Comparison) -> RenderableType:
-    table = _table(("", "cycles", "", "us", "", "MHz", "TFLOP/s", "% peak", "bottleneck"))
+    rows = table("", "cycles", "", "us", "", "MHz", "TFLOP/s", "% peak", "bottleneck")
     changes = (None, *comparison.changes)
     for (label, run), change in zip(comparison.runs, changes, strict=True):
-        table.add_row(
+        rows.add_row(
             label,
             f"{run.cycles:,.0f}",
             _signed(change.cycles_percent, " %") if change else Text(),
@@ -53,7 +43,7 @@ def _runs(comparison: Comparison) -> RenderableType:
             run.bottleneck,
         )
     lines = [Text(f"{label}: {' · '.join(provenance(run))}", style="cyan") for label, run in comparison.runs]
-    return Group(*lines, Text(), FirstThatFits(table, _run_lines(comparison)))
+    return Group(*lines, Text(), FirstThatFits(rows, _run_lines(comparison)))
 
 
 def _run_lines(comparison: Comparison) -> Text:
@@ -88,7 +78,7 @@ def _units(comparison: Comparison) -> RenderableType:
     heads = ["unit", *(label for label, _ in comparison.runs)]
     for change in comparison.changes:
         heads += [f"{change.label} points", f"{change.label} work"]
-    table = _table(heads)
+    rows = table(*heads)
     for unit in UNITS:
         if not any(unit in run.utilisation for _, run in comparison.runs):
             continue
@@ -97,8 +87,8 @@ def _units(comparison: Comparison) -> RenderableType:
             points, work = change.points.get(unit), change.work_percent.get(unit)
             cells.append(Text("" if points is None else f"{points:+.1f}"))
             cells.append(Text("" if work is None else f"{work:+.1f} %"))
-        table.add_row(Text(unit), *cells)
-    return Group(Text("Utilisation over the whole run, % of peak rate", style="bold"), table)
+        rows.add_row(Text(unit), *cells)
+    return Group(Text("Utilisation over the whole run, % of peak rate", style="bold"), rows)
 
 
 def _verdicts(comparison: Comparison) -> Text:
@@ -118,15 +108,14 @@ def _verdicts(comparison: Comparison) -> Text:
 def _roles(comparison: Comparison) -> RenderableType:
     base = comparison.runs[0][1]
     heads = ("role", "reason", *(f"{change.label} kcycles" for change in comparison.changes))
-    table = _table(heads)
-    table.columns[1].justify = "left"
+    shown = table(*heads, left=(0, 1))
     for role in dict.fromkeys(role for change in comparison.changes for role in change.role_cycles):
         rows = [change.role_cycles.get(role, {}) for change in comparison.changes]
         reasons = [r for r in base.stalls[role] if any(abs(row.get(r, 0.0)) > _SMALL * base.cycles for row in rows)]
         for reason in sorted(reasons, key=lambda r: -max(abs(row.get(r, 0.0)) for row in rows)):
-            table.add_row(role, reason, *(_thousands(row.get(reason)) for row in rows))
-        table.add_row(role, "sum", *(_thousands(sum(row.values()) if row else None) for row in rows), style="dim")
-    return Group(Text("Where the cycles went, change in thousands of cycles", style="bold"), table)
+            shown.add_row(role, reason, *(_thousands(row.get(reason)) for row in rows))
+        shown.add_row(role, "sum", *(_thousands(sum(row.values()) if row else None) for row in rows), style="dim")
+    return Group(Text("Where the cycles went, change in thousands of cycles", style="bold"), shown)
 
 
 def _thousands(cycles: float | None) -> str:

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fasim.analysis.critical_path import CriticalPath, HandOver
 from fasim.analysis.losses import Loss
 from fasim.analysis.whatif import VECTOR, Gain, limits
 from fasim.results.run import Run
-from fasim.views.common import provenance
+from fasim.views.common import provenance, table
 
 if TYPE_CHECKING:
     from fasim.studies.explain import Explanation
@@ -56,11 +55,11 @@ def render_losses(run: Run, useful_percent: float, losses: Sequence[Loss]) -> Re
     head = Text()
     head.append(" · ".join(provenance(run)) + "\n", style="cyan")
     head.append(f"{run.cycles:,.0f} cycles, {run.tflops:.0f} TFLOP/s, {run.peak_percent:.1f} % of peak", style="bold")
-    table = _table("", "% of time", "")
-    table.add_row("useful", f"{useful_percent:.1f}", "unmasked FLOPs at the dense peak of all SMs", style="green")
+    rows = table("", "% of time", "", left=(0, 2), gap=2)
+    rows.add_row("useful", f"{useful_percent:.1f}", "unmasked FLOPs at the dense peak of all SMs", style="green")
     for loss in losses:
-        table.add_row(loss.name, f"{loss.percent:z.1f}", loss.how)
-    return Group(head, Text(), Text("From peak to achieved", style="bold"), table)
+        rows.add_row(loss.name, f"{loss.percent:z.1f}", loss.how)
+    return Group(head, Text(), Text("From peak to achieved", style="bold"), rows)
 
 
 def render_path(path: CriticalPath, pipes: Mapping[str, str], rows: int = 8) -> RenderableType:
@@ -75,13 +74,13 @@ def render_path(path: CriticalPath, pipes: Mapping[str, str], rows: int = 8) -> 
     else:
         title, loop = f"Critical path of the run on one SM, {path.cycles:,.0f} cycles", ""
     count = max(path.iterations, 1)
-    table = _table("%", "cycles", "what")
+    shown = table("%", "cycles", "what", left=(0, 2), gap=2)
     for step in path.steps[:rows]:
-        table.add_row(f"{step.percent:.1f}", f"{step.cycles / count:,.0f}", _limited(step.label, pipes))
+        shown.add_row(f"{step.percent:.1f}", f"{step.cycles / count:,.0f}", _limited(step.label, pipes))
     rest = path.steps[rows:]
     if rest:
-        table.add_row(f"{sum(s.percent for s in rest):.1f}", f"{sum(s.cycles for s in rest) / count:,.0f}", "the rest")
-    parts: list[RenderableType] = [Text(title, style="bold"), table]
+        shown.add_row(f"{sum(s.percent for s in rest):.1f}", f"{sum(s.cycles for s in rest) / count:,.0f}", "the rest")
+    parts: list[RenderableType] = [Text(title, style="bold"), shown]
     parts += [Text(sentence(hand_over, pipes)) for hand_over in path.hand_overs[:3]]
     return Group(*parts, *([Text(loop)] if loop else []))
 
@@ -103,11 +102,12 @@ def _limited(label: str, pipes: Mapping[str, str]) -> str:
 def render_gains(gains: Sequence[Gain]) -> RenderableType:
     """Table of gains by 10 % and, where asked for, by infinitely fast resources."""
     endless = any(gain.infinite_percent is not None for gain in gains)
-    table = _table("resource", "gain %", *(["infinite"] if endless else []), "what it is")
+    heads = ("resource", "gain %", *(["infinite"] if endless else []), "what it is")
+    rows = table(*heads, left=(0, len(heads) - 1), gap=2)
     for gain in gains:
         infinite = [] if gain.infinite_percent is None else [f"{gain.infinite_percent:+z.1f}"]
-        table.add_row(gain.resource, f"{gain.tenth_percent:+z.1f}", *infinite, gain.meaning)
-    return Group(Text("Faster by a tenth", style="bold"), table)
+        rows.add_row(gain.resource, f"{gain.tenth_percent:+z.1f}", *infinite, gain.meaning)
+    return Group(Text("Faster by a tenth", style="bold"), rows)
 
 
 def verdict(run: Run, losses: Sequence[Loss], gains: Sequence[Gain]) -> str:
@@ -138,10 +138,3 @@ def _gain_text(gain: Gain, gains: Sequence[Gain]) -> str:
         together = next(other for other in gains if other.resource == "vector")
         text += f" ({together.tenth_percent:.1f} % with all vector units)"
     return text
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for position, head in enumerate(heads):
-        table.add_column(head, justify="left" if position in (0, len(heads) - 1) else "right")
-    return table

@@ -19,7 +19,7 @@ from fasim.analysis.critical_path import EventGraph
 from fasim.analysis.losses import Loss
 from fasim.analysis.whatif import Gain
 from fasim.arch import Arch
-from fasim.results.reasons import REASONS, UNITS
+from fasim.results.reasons import REASONS
 from fasim.results.run import IntArray, Run, Trace
 from fasim.views.bounds_report import bound_line
 from fasim.views.common import (
@@ -36,7 +36,7 @@ from fasim.views.common import (
 )
 from fasim.views.explain_report import verdict
 from fasim.views.plot import LEGEND, UNIT_COLOUR, role_colours
-from fasim.views.report import HEALTHY, tenths
+from fasim.views.report import HEALTHY, busiest_first, tenths, traffic_of
 from fasim.views.roofline import Roofline, roofline
 
 SUFFIXES = (".html",)
@@ -75,7 +75,7 @@ def write_html(
         "report.html.j2",
         run,
         sm=sm,
-        traffic=_traffic(run),
+        traffic=list(traffic_of(run)),
         waterfall=_waterfall(losses),
         verdict=verdict(run, losses, gains) if gains else "",
         gains=_gains(gains),
@@ -190,20 +190,7 @@ def _links(kept: Sequence[IntArray], causes: IntArray) -> Iterator[list[int]]:
 def _units(run: Run) -> list[tuple[str, float, float | None]]:
     """Unit, its utilisation over the run and in steady state; the busiest first."""
     steady = run.utilisation_steady or {}
-    order = {unit: position for position, unit in enumerate(UNITS)}
-    busiest = sorted(run.utilisation.items(), key=lambda item: (-item[1], order.get(item[0], len(order))))
-    return [(unit, percent, steady.get(unit)) for unit, percent in busiest]
-
-
-def _traffic(run: Run) -> list[tuple[str, float, float, float]]:
-    """Level, MB read, MB written, GB/s."""
-    found = []
-    for level in ("l2", "hbm"):
-        read, write = (run.traffic.get(f"{level}_{way}_bytes", 0.0) for way in ("read", "write"))
-        found.append(
-            (level.upper(), read / 1e6, write / 1e6, (read + write) / run.time_us / 1e3 if run.time_us else 0.0)
-        )
-    return found
+    return [(unit, percent, steady.get(unit)) for unit, percent in busiest_first(run)]
 
 
 def _waterfall(losses: Sequence[Loss]) -> list[dict[str, Any]]:

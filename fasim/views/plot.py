@@ -29,26 +29,19 @@ from fasim.results.run import Run, Trace
 from fasim.views.common import (
     IDLE_REASONS,
     Row,
-    atomic_output,
-    check_suffix,
     owners_of,
     provenance,
     require_trace,
     rows_of,
     window_of,
 )
+from fasim.views.pictures import INK, PALETTE, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
-
-#: Okabe and Ito's palette (jfly.uni-koeln.de/color, 2008), told apart in all common forms of colour
-#: blindness; roles take it in this order, those that own tensor work first.
-_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 UNIT_COLOUR = "#5A5A5A"
-_INK = "#222222"
 
 #: Hatch of each wait; "work" is solid and "issue" a paler solid.
 _HATCH = {
@@ -93,8 +86,6 @@ def plot_timeline(
     the same runs has the same bytes. Raises ConfigError for another suffix, no runs, a run without trace,
     an ``sm`` or ``cycles`` outside the trace, or a path that cannot be written.
     """
-    path = Path(path)
-    check_suffix(path, SUFFIXES, "picture")
     if not runs:
         raise ConfigError("nothing to plot: no runs were given")
     traces = [require_trace(run) for _, run in runs]
@@ -103,15 +94,15 @@ def plot_timeline(
     windows = [(first, first + length) for first, _ in windows]
     rows = [rows_of(trace, sm) for trace in traces]
 
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     heights = [len(panel) * _ROW_IN + _PANEL_IN for panel in rows]
     total = sum(heights) + _HEAD_IN + _FOOT_IN
-    with rc_context({"svg.hashsalt": "fasim", "hatch.linewidth": 0.6, "font.family": "DejaVu Sans"}):
-        figure = Figure(figsize=(_WIDTH_IN, total), facecolor="white")
-        FigureCanvasAgg(figure)
+    with picture(
+        path,
+        (_WIDTH_IN, total),
+        creator=f"fasim {runs[0][1].meta.get('fasim_version', '')}",
+        Title="fasim timeline",
+        Description=_description(runs),
+    ) as figure:
         colours = role_colours(traces, rows)
         top = total - _HEAD_IN
         used: set[str] = set()
@@ -125,14 +116,12 @@ def plot_timeline(
             for position, row in enumerate(panel):
                 used |= _draw_row(axes, trace, row, position, window, origin, colours)
         axes.tick_params(labelbottom=True)
-        axes.set_xlabel("cycles" if cycles else "cycles from the start of an iteration in steady state", color=_INK)
+        axes.set_xlabel("cycles" if cycles else "cycles from the start of an iteration in steady state", color=INK)
         _decorate(figure, runs, sm, windows, colours, used, total)
-        with atomic_output(path) as file:
-            figure.savefig(file, format=path.suffix[1:].lower(), dpi=160, metadata=_metadata(path, runs))
 
 
 def role_colours(traces: Sequence[Trace], rows: Sequence[Sequence[Row]]) -> dict[str, str]:
-    """Colour of every role label of all runs; the same role has the same colour in every panel."""
+    """Colour of every role label of all runs, the same in every panel; roles that own tensor work come first."""
     owners: dict[str, None] = {}
     others: dict[str, None] = {}
     for trace, panel in zip(traces, rows, strict=True):
@@ -142,7 +131,7 @@ def role_colours(traces: Sequence[Trace], rows: Sequence[Sequence[Row]]) -> dict
             elif not row.is_unit:
                 others[row.label] = None
     labels = [*sorted(owners), *(label for label in others if label not in owners)]
-    return {label: _PALETTE[i % len(_PALETTE)] for i, label in enumerate(labels)}
+    return {label: PALETTE[i % len(PALETTE)] for i, label in enumerate(labels)}
 
 
 def _tint(colour: str, share: float) -> tuple[float, float, float]:
@@ -154,8 +143,8 @@ def _style_axes(axes: Axes, panel: Sequence[Row], limits: tuple[int, int]) -> No
     axes.set_xlim(limits)
     axes.set_ylim(len(panel) - 0.5, -0.5)
     axes.set_yticks(range(len(panel)), [row.label for row in panel])
-    axes.tick_params(axis="y", length=0, labelsize=9.5, labelcolor=_INK)
-    axes.tick_params(axis="x", labelbottom=False, labelsize=8.5, color="#999999", labelcolor=_INK)
+    axes.tick_params(axis="y", length=0, labelsize=9.5, labelcolor=INK)
+    axes.tick_params(axis="x", labelbottom=False, labelsize=8.5, color="#999999", labelcolor=INK)
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
@@ -168,7 +157,7 @@ def _style_axes(axes: Axes, panel: Sequence[Row], limits: tuple[int, int]) -> No
 def _titles(axes: Axes, label: str, run: Run) -> None:
     limit = f"bottleneck {run.bottleneck}"
     speed = f"{run.cycles:,.0f} cycles   {run.tflops:.0f} TFLOP/s   {limit}"
-    axes.set_title(label, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axes.set_title(label, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_title(speed, loc="right", fontsize=9, color="#555555")
     axes.text(1.008, 1.0, "busy", transform=axes.transAxes, fontsize=7.5, color="#777777", va="bottom")
 
@@ -199,7 +188,7 @@ def _draw_row(
         f"{100 * spans[busy, 1].sum() / (window[1] - window[0]):.0f} %",
         transform=axes.get_yaxis_transform(),
         fontsize=8.5,
-        color=_INK,
+        color=INK,
         va="center",
     )
     for look in dict.fromkeys(looks):
@@ -240,7 +229,7 @@ def _label_slices(
         if name not in widths:
             widths[name] = TextPath((0, 0), name, size=_LABEL_POINTS).get_extents().width
         if widths[name] + 4 <= length * points:
-            ink = "white" if reason == "work" and _is_dark(colour) else _INK
+            ink = "white" if reason == "work" and _is_dark(colour) else INK
             middle = start + length / 2
             axes.text(middle, position, name, ha="center", va="center_baseline", fontsize=_LABEL_POINTS, color=ink)
 
@@ -264,7 +253,7 @@ def _decorate(
 
     edge = 0.12 / _WIDTH_IN
     top = 1 - 0.3 / total
-    figure.text(edge, top, f"SM {sm} over time", fontsize=14, fontweight="bold", color=_INK, va="center")
+    figure.text(edge, top, f"SM {sm} over time", fontsize=14, fontweight="bold", color=INK, va="center")
     figure.text(1 - edge, top, _common_provenance(runs), fontsize=9, color="#555555", ha="right", va="center")
     roles = [Patch(label=label, **_look("work", colour)) for label, colour in colours.items()]
     reasons = [Patch(label=LEGEND[reason], **_look(reason, "#777777")) for reason in REASONS if reason in used]
@@ -297,11 +286,7 @@ def _footer(runs: Sequence[tuple[str, Run]], windows: Sequence[tuple[int, int]])
     return f"fasim {version}   {shown}"
 
 
-def _metadata(path: Path, runs: Sequence[tuple[str, Run]]) -> dict[str, str | None]:
-    description = "; ".join(
+def _description(runs: Sequence[tuple[str, Run]]) -> str:
+    return "; ".join(
         f"{label}: {' · '.join(provenance(run))}, arch digest {run.meta.get('arch_digest')}" for label, run in runs
     )
-    creator = f"fasim {runs[0][1].meta.get('fasim_version', '')}"
-    if path.suffix.lower() == ".svg":
-        return {"Title": "fasim timeline", "Creator": creator, "Description": description, "Date": None}
-    return {"Title": "fasim timeline", "Software": creator, "Description": description}

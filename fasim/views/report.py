@@ -43,7 +43,7 @@ waiting for an own result, "full" and "empty" are waits at the two sides of a bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -53,7 +53,7 @@ from rich.text import Text
 
 from fasim.results.reasons import REASONS, UNITS
 from fasim.results.run import Run
-from fasim.views.common import FirstThatFits, provenance
+from fasim.views.common import FirstThatFits, provenance, table
 
 _BAR_WIDTH = 20
 _HIGH_PERCENT = 80.0  # a unit this busy is near its limit
@@ -97,24 +97,17 @@ def _headline(run: Run) -> Text:
     return text
 
 
-def _table(title: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    table.title, table.title_justify, table.title_style = title, "left", "bold"
-    return table
+def _table(title: str, *heads: str) -> Table:
+    return table(*heads, title=title, title_justify="left", title_style="bold")
 
 
 def _utilisation(run: Run, bar_width: int) -> Table:
-    table = _table("Utilisation, % of peak rate")
-    table.add_column("unit")
-    table.add_column("run", justify="right")
     steady = run.utilisation_steady
-    if steady is not None:
-        table.add_column("steady", justify="right")
-    table.add_column("", width=bar_width)
+    rows = _table("Utilisation, % of peak rate", "unit", "run", *(() if steady is None else ("steady",)))
+    rows.add_column("", width=bar_width)
     if run.bottleneck in run.utilisation:
-        table.add_column("")
-    order = {unit: position for position, unit in enumerate(UNITS)}
-    for unit, percent in sorted(run.utilisation.items(), key=lambda item: (-item[1], order.get(item[0], len(order)))):
+        rows.add_column("")
+    for unit, percent in busiest_first(run):
         limit = unit == run.bottleneck
         style = "bold red" if limit else "yellow" if percent >= _HIGH_PERCENT else ""
         cells: list[RenderableType] = [Text(unit, style=style), Text(f"{percent:.1f}", style=style)]
@@ -122,8 +115,14 @@ def _utilisation(run: Run, bar_width: int) -> Table:
             cells.append(f"{steady[unit]:.1f}" if unit in steady else "")
         colour = "red" if limit else "yellow" if percent >= _HIGH_PERCENT else "green"
         bar = ProgressBar(total=100, completed=percent, width=bar_width, complete_style=colour, finished_style=colour)
-        table.add_row(*cells, bar, *([Text("limit", style=style)] if limit else []))
-    return table
+        rows.add_row(*cells, bar, *([Text("limit", style=style)] if limit else []))
+    return rows
+
+
+def busiest_first(run: Run) -> list[tuple[str, float]]:
+    """Units with their utilisation over the run; equal ones in the order of UNITS."""
+    order = {unit: position for position, unit in enumerate(UNITS)}
+    return sorted(run.utilisation.items(), key=lambda item: (-item[1], order.get(item[0], len(order))))
 
 
 def _stalls(stalls: Mapping[str, Mapping[str, float]]) -> RenderableType:
@@ -134,13 +133,10 @@ def _stalls(stalls: Mapping[str, Mapping[str, float]]) -> RenderableType:
 
 def _stall_table(rows: Mapping[str, Mapping[str, float]], short: Mapping[str, str]) -> Table:
     reasons = [reason for reason in REASONS if any(row[reason] for row in rows.values())]
-    table = _table(_STALLS)
-    table.add_column("role")
-    for reason in reasons:
-        table.add_column(short.get(reason, reason), justify="right")
+    shown = _table(_STALLS, "role", *(short.get(reason, reason) for reason in reasons))
     for role, shares in rows.items():
-        table.add_row(Text(role), *(_share_cell(reason, shares[reason]) for reason in reasons))
-    return table
+        shown.add_row(Text(role), *(_share_cell(reason, shares[reason]) for reason in reasons))
+    return shown
 
 
 def _stall_lines(rows: Mapping[str, Mapping[str, float]]) -> Text:
@@ -190,14 +186,18 @@ def _share_cell(reason: str, percent: float) -> Text:
 
 
 def _traffic(run: Run) -> Table:
-    table = _table("Traffic")
-    for head in ("", "read MB", "write MB", "GB/s"):
-        table.add_column(head, justify="right" if head else "left")
+    rows = _table("Traffic", "", "read MB", "write MB", "GB/s")
+    for level, read, write, rate in traffic_of(run):
+        rows.add_row(level, f"{read:.1f}", f"{write:.1f}", f"{rate:.0f}")
+    return rows
+
+
+def traffic_of(run: Run) -> Iterator[tuple[str, float, float, float]]:
+    """Level, MB read, MB written, GB/s."""
     for level in ("l2", "hbm"):
         read, write = (run.traffic.get(f"{level}_{way}_bytes", 0.0) for way in ("read", "write"))
         rate = (read + write) / run.time_us / 1e3 if run.time_us else 0.0
-        table.add_row(level.upper(), f"{read / 1e6:.1f}", f"{write / 1e6:.1f}", f"{rate:.0f}")
-    return table
+        yield level.upper(), read / 1e6, write / 1e6, rate
 
 
 def _origin(run: Run) -> Text:

@@ -14,10 +14,10 @@ import numpy as np
 
 from fasim.analysis.bounds import Bounds
 from fasim.results.run import Run
-from fasim.views.common import atomic_output, check_suffix, provenance
-from fasim.views.plot import SUFFIXES
+from fasim.views.common import provenance
+from fasim.views.pictures import INK, picture
 
-_INK, _ROOF, _POINT, _CEILING = "#222222", "#0072B2", "#D55E00", "#009E73"
+_ROOF, _POINT, _CEILING = "#0072B2", "#D55E00", "#009E73"
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,10 @@ def roofline(run: Run, bounds: Bounds) -> Roofline:
 
 def plot_roofline(run: Run, bounds: Bounds, path: str | Path) -> None:
     """Draw the roofline of ``run`` at its clock. Raises ConfigError for another suffix or an unwritable path."""
-    path = Path(path)
-    check_suffix(path, SUFFIXES, "picture")
-
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     roof = roofline(run, bounds)
     peak, ridge = roof.peak_tflops, roof.ridge
     x = np.geomspace(*roof.x_range, 200)
-    with rc_context({"svg.hashsalt": "fasim", "font.family": "DejaVu Sans"}):
-        figure = Figure(figsize=(7.5, 4.6), facecolor="white")
-        FigureCanvasAgg(figure)
+    with picture(path, (7.5, 4.6), creator=f"fasim {run.meta.get('fasim_version', '')}") as figure:
         axes = figure.add_axes((0.1, 0.13, 0.87, 0.74))
         axes.loglog(x, np.minimum(peak, peak * x / ridge), color=_ROOF, linewidth=2)
         axes.text(x[-1], peak * 1.05, f"tensor {peak:.0f} TFLOP/s", ha="right", va="bottom", color=_ROOF)
@@ -92,13 +83,8 @@ def plot_roofline(run: Run, bounds: Bounds, path: str | Path) -> None:
             ha="center", color=_POINT,
         )  # fmt: skip
         axes.set_ylim(roof.y_range)
-        axes.set_xlabel("FLOP per byte of HBM traffic", color=_INK)
-        axes.set_ylabel("TFLOP/s", color=_INK)
-        figure.suptitle(" · ".join(provenance(run)), x=0.1, ha="left", fontsize=11, color=_INK)
+        axes.set_xlabel("FLOP per byte of HBM traffic", color=INK)
+        axes.set_ylabel("TFLOP/s", color=INK)
+        figure.suptitle(" · ".join(provenance(run)), x=0.1, ha="left", fontsize=11, color=INK)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-        creator = f"fasim {run.meta.get('fasim_version', '')}"
-        svg = path.suffix.lower() == ".svg"
-        metadata = {"Creator": creator, "Date": None} if svg else {"Software": creator}
-        with atomic_output(path) as file:
-            figure.savefig(file, format=path.suffix[1:].lower(), dpi=160, metadata=metadata)

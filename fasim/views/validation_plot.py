@@ -12,18 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fasim.errors import ConfigError
-from fasim.views.common import atomic_output, check_suffix
+from fasim.views.pictures import INK, PALETTE, picture, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, Any]]
 
-SUFFIXES = (".png", ".svg")
-
-_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")  # as in the timeline
 _MARKERS = "os^DvPX"
-_INK, _GRID = "#222222", "#DDDDDD"
 _SIZE_IN = (10.0, 4.6)
 
 #: Errors within these per cent are marked by a band: the goal for a row.
@@ -36,42 +32,31 @@ def plot_validation(data: Mapping[str, Any], path: str | Path) -> None:
     An SVG of the same data has the same bytes. Raises ConfigError for another suffix, for data without a predicted
     row, and for a file that cannot be written.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    path = Path(path)
-    check_suffix(path, SUFFIXES, "picture")
     rows = [row for row in data["rows"] if row["error"] is not None]
     if not rows:
         raise ConfigError(f"{path}: nothing to draw: no row was predicted")
-    svg = path.name.lower().endswith(".svg")
-    with rc_context({"svg.hashsalt": "fasim", "font.family": "DejaVu Sans", "font.size": 9}):
-        figure = Figure(figsize=_SIZE_IN, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(path, _SIZE_IN, layout="constrained", font_size=9) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
         _against_measured(left, rows)
         _by_length(right, rows)
         figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside right center")
         origin = f"fasim {data['fasim_version']}, {Path(data['data']).name}, {len(rows)} rows; hollow: causal"
-        figure.supxlabel(origin, x=0.995, ha="right", size=7, color=_INK)
-        with atomic_output(path) as file:
-            figure.savefig(file, format="svg" if svg else "png", dpi=160, metadata={"Date": None} if svg else {})
+        figure.supxlabel(origin, x=0.995, ha="right", size=7, color=INK)
 
 
 def _against_measured(axes: Axes, rows: Rows) -> None:
     ends = [pick(row["measured_cycles"] for row in rows) for pick in (min, max)]
-    axes.plot(ends, ends, color=_INK, linewidth=0.8)
+    axes.plot(ends, ends, color=INK, linewidth=0.8)
     for name, colour, marker, mine in _series(rows):
         _points(axes, mine, "measured_cycles", "predicted_cycles", 1.0, colour, marker, name)
     axes.set(xscale="log", yscale="log", xlabel="measured, cycles", ylabel="predicted, cycles")
-    _style(axes)
+    style(axes)
 
 
 def _by_length(axes: Axes, rows: Rows) -> None:
     lengths = sorted({_keys(row) for row in rows})
     axes.axhspan(-_BAND_PERCENT, _BAND_PERCENT, color="#F2F2F2", zorder=0)
-    axes.axhline(0.0, color=_INK, linewidth=0.8)
+    axes.axhline(0.0, color=INK, linewidth=0.8)
     series = list(_series(rows))
     for i, (_, colour, marker, mine) in enumerate(series):
         shifted = [{**row, "at": _keys(row) * 1.03 ** (i - (len(series) - 1) / 2)} for row in mine]
@@ -80,7 +65,7 @@ def _by_length(axes: Axes, rows: Rows) -> None:
     shown = [n for n in lengths if n & (n - 1) == 0] or lengths
     axes.set_xticks(shown, [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in shown])
     axes.set_xticks([], minor=True)
-    _style(axes)
+    style(axes)
 
 
 def _keys(row: Mapping[str, Any]) -> int:
@@ -100,11 +85,5 @@ def _points(axes: Axes, rows: Rows, x: str, y: str, scale: float, colour: str, m
 def _series(rows: Rows) -> Iterator[tuple[str, str, str, Rows]]:
     """Name, colour, marker and rows of each kernel and data type, in the order of the file."""
     names = dict.fromkeys(f"{row['kernel']} {row['dtype']}" for row in rows)
-    for name, colour, marker in zip(names, cycle(_PALETTE), cycle(_MARKERS), strict=False):
+    for name, colour, marker in zip(names, cycle(PALETTE), cycle(_MARKERS), strict=False):
         yield name, colour, marker, [row for row in rows if f"{row['kernel']} {row['dtype']}" == name]
-
-
-def _style(axes: Axes) -> None:
-    axes.grid(color=_GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
