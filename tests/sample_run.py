@@ -8,11 +8,14 @@ two consumers alternate on the tensor core; without it they compute their softma
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from io import StringIO
 
 import numpy as np
+from rich.console import Console
 
 from fasim.results.reasons import REASONS, UNIT_SLICE
 from fasim.results.run import Run, Trace
+from fasim.views.report import render_report
 
 TICKS = 4
 TRACKS = ("producer", "consumer0", "consumer1", "tensor", "tma")
@@ -20,6 +23,14 @@ TENSOR, TMA = TRACKS.index("tensor"), TRACKS.index("tma")
 NAMES = ("", "QK", "PV", "row_max", "exp2", "rescale", "load K", "load V", "turn", "K", "store O")
 GEMM_CYCLES, LOAD_CYCLES, BLOCKED_CYCLES, WAKE_CYCLES = 704, 560, 1054, 46
 SOFTMAX = (("row_max", "work", 420), ("exp2", "pipe", 140), ("exp2", "work", 940), ("rescale", "work", 450))
+
+
+def report_text(run: Run, width: int = 100) -> str:
+    """The report as plain text without colour, lines at most ``width`` characters."""
+    console = Console(file=StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(render_report(run))
+    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
 
 
 @dataclass

@@ -10,12 +10,12 @@ and read the difference::
 from __future__ import annotations
 
 import pytest
+from sample_run import report_text
 
 from fasim.arch import load_arch
 from fasim.problem import Problem
 from fasim.program.library import list_schedules
 from fasim.studies.simulate import simulate
-from fasim.views.report import render_report_text
 
 #: Name of the file -> schedule, chip, shape, knobs.
 CASES = {
@@ -43,7 +43,7 @@ def test_reports(case: str, file_regression):
     schedule, chip, shape, knobs = CASES[case]
     problem = Problem(**{"batch": 2, "seqlen_q": 2048, "heads_q": 8, **shape})
     arch = load_arch(chip, ("chip.sm_count=32",))
-    text = render_report_text(simulate(schedule, problem, arch, knobs=knobs, clock_mhz=1500))
+    text = report_text(simulate(schedule, problem, arch, knobs=knobs, clock_mhz=1500))
     # the digest changes with every comment-free edit of an arch file, the version with every release
     kept = [line for line in text.splitlines() if "digest" not in line]
     file_regression.check("\n".join(kept) + "\n", basename=case)

@@ -11,7 +11,7 @@ from fasim.arch import load_arch
 from fasim.errors import ConfigError
 from fasim.problem import Problem
 from fasim.program.language import Kernel
-from fasim.program.library import Schedule, list_schedules, load_schedule, schedule_folder
+from fasim.program.library import Schedule, list_schedules, load_schedule, parse_knobs, schedule_folder
 
 HEADER = """
     from __future__ import annotations
@@ -132,7 +132,7 @@ def test_build_refuses_what_the_schedule_does_not_exist_for(mine: Schedule):
     ],
 )  # fmt: skip
 def test_knob_values(mine: Schedule, knob, text, value):
-    parsed = mine.parse_knobs({knob: text})[knob]
+    parsed = parse_knobs(mine.name, mine.knobs, {knob: text})[knob]
     assert parsed == value and type(parsed) is type(value)
 
 
@@ -152,7 +152,7 @@ def test_knob_values(mine: Schedule, knob, text, value):
     ],
 )
 def test_bad_knobs(mine: Schedule, knobs, message):
-    assert refusal(mine.parse_knobs, knobs) == message
+    assert refusal(parse_knobs, mine.name, mine.knobs, knobs) == message
 
 
 # --- bad files ---------------------------------------------------------------------------------------------------

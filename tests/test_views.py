@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
-from sample_run import GEMM_CYCLES, TICKS, TRACKS, sample_run, sample_trace
+from sample_run import GEMM_CYCLES, TICKS, TRACKS, report_text, sample_run, sample_trace
 
 from fasim.analysis.bounds import bounds
 from fasim.analysis.compare import compare
@@ -35,7 +35,7 @@ from fasim.views.compare_report import render_comparison
 from fasim.views.perfetto import write_trace
 from fasim.views.pictures import PALETTE
 from fasim.views.plot import plot_timeline
-from fasim.views.report import render_report, render_report_text
+from fasim.views.report import render_report
 from fasim.views.timeline import render_timeline
 
 TENSOR = TRACKS.index("tensor")
@@ -62,11 +62,11 @@ def sample_in(module: ModuleType) -> str:
 
 
 def test_docstring_shows_the_real_report() -> None:
-    assert sample_in(report) == render_report_text(sample_run(), 80).rstrip("\n")
+    assert sample_in(report) == report_text(sample_run(), 80).rstrip("\n")
 
 
 def test_headline_states_clock_reason_knobs_and_overrides() -> None:
-    head = render_report_text(sample_run(pingpong=False), 120).split("\n\n")[0]
+    head = report_text(sample_run(pingpong=False), 120).split("\n\n")[0]
     assert "68,391 cycles = 42.74 us at 1600 MHz (h200.toml: sustained clock of 16-bit tensor work)" in head
     assert "bottleneck: latency" in head
     assert "fa3 · B3 S1408 H8 d128 bf16 forward · h200 · sm.mufu.ops_per_cycle=16 · pingpong=off" in head
@@ -75,7 +75,7 @@ def test_headline_states_clock_reason_knobs_and_overrides() -> None:
 @given(st.lists(st.integers(0, 10_000), min_size=len(REASONS), max_size=len(REASONS)).filter(any))
 def test_printed_stall_rows_add_up_to_100(weights: list[int]) -> None:
     shares = {reason: 100 * w / sum(weights) for reason, w in zip(REASONS, weights, strict=True)}
-    text = render_report_text(replace(sample_run(), stalls={"mma": shares}))
+    text = report_text(replace(sample_run(), stalls={"mma": shares}))
     (row,) = re.findall(r"^mma +(.*)$", text, re.MULTILINE)
     printed = [float(cell) for cell in row.split() if cell != "-"]
     assert sum(printed) == pytest.approx(100, abs=1e-9)
@@ -83,7 +83,7 @@ def test_printed_stall_rows_add_up_to_100(weights: list[int]) -> None:
 
 def test_utilisation_lists_the_chips_units_by_value() -> None:
     run = replace(sample_run(), utilisation={"alu": 10.0, "tensor": 70.0, "tmem": 30.0}, utilisation_steady=None)
-    table = render_report_text(run).split("\n\n")[1]
+    table = report_text(run).split("\n\n")[1]
     assert re.findall(r"^(\w+) +[\d.]+", table, re.MULTILINE) == ["tensor", "tmem", "alu"]
     assert "steady" not in table
     assert re.search(r"^tensor .*limit$", table, re.MULTILINE)
@@ -93,7 +93,7 @@ def test_utilisation_lists_the_chips_units_by_value() -> None:
 def test_report_fits_the_width_and_loses_nothing(width: int) -> None:
     run = sample_run()
     shares = dict(zip(REASONS, (50.0, *[100 / 18] * 9), strict=True))
-    text = render_report_text(replace(run, stalls={"correction": shares}), width)
+    text = report_text(replace(run, stalls={"correction": shares}), width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
     assert text.count("5.5") + text.count("5.6") >= 9
@@ -104,7 +104,7 @@ def test_report_fits_the_width_and_loses_nothing(width: int) -> None:
 def test_no_number_is_cut_off_at_40_columns(bottleneck: str) -> None:
     shares = dict(zip(REASONS, (50.0, *[100 / 18] * 9), strict=True))
     run = replace(sample_run(), stalls={"correction": shares}, bottleneck=bottleneck)
-    text = render_report_text(run, 40)
+    text = report_text(run, 40)
     assert max(len(line) for line in text.splitlines()) <= 40
     assert "…" not in text and " steady" in text
     assert re.search(r"^mufu +54\.2 +58\.5", text, re.MULTILINE)

@@ -183,6 +183,14 @@ app.command(epilog=_examples("check"))(checking.check)
 app.command(epilog=_examples("numerics"))(numerics.numerics)
 
 
+SomeSchedule = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=complete_schedule
+    ),
+]
+
+
 @list_app.command("archs", epilog=_examples("list"))
 def list_archs() -> None:
     """The architectures that come with fasim."""
@@ -204,12 +212,7 @@ def list_schedules() -> None:
 
 @list_app.command("knobs", epilog=_examples("list"))
 def list_knobs(
-    schedule: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=complete_schedule
-        ),
-    ] = None,
+    schedule: SomeSchedule = None,
     arch: Annotated[
         str | None,
         typer.Option(
@@ -233,12 +236,7 @@ def list_knobs(
 
 @list_app.command("builds", epilog=_examples("list"))
 def list_builds(
-    schedule: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SCHEDULE]", help="A name or a .py file; all that there are.", autocompletion=complete_schedule
-        ),
-    ] = None,
+    schedule: SomeSchedule = None,
 ) -> None:
     """The builds of a schedule: what compilers made of it. The default of an architecture has a star."""
     from fasim.program.build_files import list_builds, load_build

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated
 
 import typer
 
-from fasim.cli.console import console_for, write_text
+from fasim.cli.console import console_for, write_json
 from fasim.cli.options import (
     ArchOption,
     BuildOption,
@@ -82,7 +81,6 @@ def check(
     numerics = Numerics(method, rescale_threshold, p_format)
     result = study(load_schedule(schedule), problem, load_chip(arch, overrides, None), knobs, seed, spread, numerics)
     console_for(stderr=json_path == "-").print(render_check(result))
-    if json_path is not None:
-        write_text(json_path, json.dumps(result, indent=2) + "\n")
+    write_json(json_path, result)
     if not result["passed"]:
         raise typer.Exit(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,6 @@ from fasim.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
 _FILE_WIDTH = 120
 
@@ -59,13 +60,25 @@ def console_for(stderr: bool = False) -> Console:
     return console
 
 
-def progress_bar() -> Progress:
-    """A progress bar on stderr that leaves no trace; silent where stderr is no terminal."""
+@contextmanager
+def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that leaves no trace, moved by calls with what is done and all there is to do.
+
+    It is silent where stderr is no terminal.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = console_for(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(task, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def write_json(path: str | None, data: object, sort_keys: bool = False) -> None:
+    """What the option --json asks for: ``data`` to a file, or to stdout. Raises ConfigError as :func:`write_text`."""
+    if path is not None:
+        write_text(path, json.dumps(data, indent=2, sort_keys=sort_keys) + "\n")
 
 
 def write_text(path: str, text: str) -> None:

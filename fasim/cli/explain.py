@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fasim.cli.console import console_for, note, parse_assignments, progress_bar, write_text
+from fasim.cli.console import console_for, note, parse_assignments, progress_bar, write_json
 from fasim.cli.options import (
     NO_SHAPE,
     ArchOption,
@@ -131,8 +130,7 @@ def compare(
         from fasim.views.plot import plot_comparison
 
         plot_comparison(comparison, plot)
-    if json_path is not None:
-        write_text(json_path, json.dumps(comparison.to_dict(), indent=2, sort_keys=True) + "\n")
+    write_json(json_path, comparison.to_dict(), sort_keys=True)
     if fail_above is not None and (slower := comparison.slower_than(fail_above)):
         found = ", ".join(f"{change.label} is {change.time_percent:.1f} % slower than A" for change in slower)
         raise ToleranceError(f"compare: {found} (allowed: {fail_above:g} %)")
@@ -196,8 +194,7 @@ def bounds(
         from fasim.views.roofline import plot_roofline
 
         plot_roofline(run, found, plot)
-    if json_path is not None:
-        write_text(json_path, json.dumps({**found.to_dict(), "meta": run.meta}, indent=2, sort_keys=True) + "\n")
+    write_json(json_path, {**found.to_dict(), "meta": run.meta}, sort_keys=True)
 
 
 @shape_options()
@@ -235,13 +232,12 @@ def explain(
 
     with announced():
         prepare(traced=True)  # before the progress bar, which a message would break
-    with progress_bar() as progress:
-        bar = progress.add_task("simulating", total=None)
+    with progress_bar("simulating") as progress:
         found = study(
             Job(schedule, problem, arch, tuple(overrides or ()), knobs, clock),
             infinite=infinite,
             threads=jobs,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
         )
     console_for(stderr=json_path == "-").print(render_explanation(found))
     if html is not None:
@@ -250,5 +246,4 @@ def explain(
 
         chip = load_arch(arch, overrides or ())
         write_html(found.run, html, arch=chip, losses=found.losses, gains=found.gains)
-    if json_path is not None:
-        write_text(json_path, json.dumps(found.to_dict(), indent=2, sort_keys=True) + "\n")
+    write_json(json_path, found.to_dict(), sort_keys=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from fasim.cli.console import console_for, progress_bar, write_text
+from fasim.cli.console import console_for, progress_bar, write_json
 from fasim.cli.options import JsonOption
 
 #: Runnable examples, the last lines of the command's help.
@@ -60,13 +59,11 @@ def numerics(
     from fasim.studies.numerics import numerics as study
     from fasim.views.numerics_report import render_numerics
 
-    with progress_bar() as progress:
-        bar = progress.add_task("computing", total=None)
-        data = study(tables or (), seqlen, seed, lambda done, total: progress.update(bar, completed=done, total=total))
+    with progress_bar("computing") as progress:
+        data = study(tables or (), seqlen, seed, progress)
     console_for(stderr=json_path == "-").print(render_numerics(data))
     if plot is not None:
         from fasim.views.numerics_plot import plot_numerics
 
         plot_numerics(data, plot, f".{picture_format}")
-    if json_path is not None:
-        write_text(json_path, json.dumps(data, indent=2) + "\n")
+    write_json(json_path, data)

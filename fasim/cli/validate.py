@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fasim.cli.console import console_for, progress_bar, write_text
+from fasim.cli.console import console_for, progress_bar, write_json
 from fasim.cli.options import EngineOption, JsonOption, SetOption, announced
 from fasim.errors import ConfigError, ToleranceError, did_you_mean
 
@@ -87,8 +86,7 @@ def validate(
     from fasim.studies.validate.timing import validate as study
     from fasim.views.validate_report import render_validation
 
-    with announced(engine), progress_bar() as progress:
-        bar = progress.add_task("simulating", total=None)
+    with announced(engine), progress_bar("simulating") as progress:
         result = study(
             data,
             kernels=kernel or (),
@@ -98,15 +96,14 @@ def validate(
             cells=_cells(data, where),
             max_tflop=max_tflop,
             effects=effects,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
         )
     console_for(stderr=json_path == "-").print(render_validation(result, rows=rows))
     if plot is not None:
         from fasim.views.validation_plot import plot_validation
 
         plot_validation(result.to_dict(), plot)
-    if json_path is not None:
-        write_text(json_path, json.dumps(result.to_dict(), indent=2) + "\n")
+    write_json(json_path, result.to_dict())
     if fail_above is not None:
         failures = result.failures(fail_above / 100)
         if failures:
@@ -131,18 +128,16 @@ def _validate_counters(
     from fasim.studies.validate.counters import compare_counters
     from fasim.views.counters_report import render_counters
 
-    with announced(engine), progress_bar() as progress:
-        bar = progress.add_task("simulating", total=None)
+    with announced(engine), progress_bar("simulating") as progress:
         result = compare_counters(
             path,
             kernels=kernels or (),
             overrides=overrides or (),
             engine=engine,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
         )
     console_for(stderr=json_path == "-").print(render_counters(result))
-    if json_path is not None:
-        write_text(json_path, json.dumps(result.to_dict(), indent=2) + "\n")
+    write_json(json_path, result.to_dict())
 
 
 def phases(
@@ -165,18 +160,16 @@ def phases(
     from fasim.studies.validate.phases import compare_phases
     from fasim.views.phases_report import render_phases, write_phases
 
-    with announced(engine), progress_bar() as progress:
-        bar = progress.add_task("simulating", total=None)
+    with announced(engine), progress_bar("simulating") as progress:
         result = compare_phases(
             stamps,
             kernels,
             variants=variant or (),
             overrides=overrides or (),
             engine=engine,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
         )
     console_for(stderr=json_path == "-").print(render_phases(result))
     if trace is not None:
         write_phases(result, trace)
-    if json_path is not None:
-        write_text(json_path, json.dumps(result.to_dict(), indent=2) + "\n")
+    write_json(json_path, result.to_dict())

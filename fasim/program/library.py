@@ -187,7 +187,7 @@ class Schedule:
         """
         variant = self._pick(problem, arch)
         name = variant.path.stem if len(self.variants) > 1 else self.name  # of several kernels, the one that refuses
-        parsed = _parse(name, self._knobs((variant,), (arch.architecture,)), knobs)
+        parsed = parse_knobs(name, self._knobs((variant,), (arch.architecture,)), knobs)
         arguments: list[object] = [problem, arch]
         build = self._choose(parsed.pop("build", None), arch) if variant.takes_build else None
         if variant.knobs_type is not None:
@@ -223,12 +223,9 @@ class Schedule:
                 raise ConfigError(f"schedule '{self.name}'{where}: no {what} '{value}' (has {', '.join(known)})")
         return variant
 
-    def parse_knobs(self, given: Mapping[str, object]) -> dict[str, object]:
-        """Check names and types of ``given`` knobs. Raises ConfigError with the choices."""
-        return _parse(self.name, self.knobs, given)
 
-
-def _parse(schedule: str, knobs: Mapping[str, Knob], given: Mapping[str, object]) -> dict[str, object]:
+def parse_knobs(schedule: str, knobs: Mapping[str, Knob], given: Mapping[str, object]) -> dict[str, object]:
+    """The values of ``given`` knobs of a schedule, by their types. Raises ConfigError with the choices."""
     for name in given:
         if name not in knobs:
             raise ConfigError(f"schedule '{schedule}': unknown knob '{name}'{did_you_mean(name, knobs)}")

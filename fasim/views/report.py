@@ -44,7 +44,6 @@ waiting for an own result, "full" and "empty" are waits at the two sides of a bu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
@@ -70,14 +69,6 @@ def render_report(run: Run) -> RenderableType:
     utilisation = FirstThatFits(*(_utilisation(run, bar) for bar in (_BAR_WIDTH, _BAR_WIDTH // 2)))
     parts: list[RenderableType] = [_headline(run), Text(), utilisation, Text(), _stalls(run.stalls), _Legend(), Text()]
     return Group(*parts, _traffic(run), Text(), _origin(run))
-
-
-def render_report_text(run: Run, width: int = 100) -> str:
-    """The report as plain text without colour, lines at most ``width`` characters."""
-    console = Console(file=StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(render_report(run))
-    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
 
 
 def _headline(run: Run) -> Text:
