@@ -7,9 +7,9 @@ schedule are in ``builds/<schedule>/`` beside it; ``docs/builds.md`` describes t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
@@ -74,45 +74,42 @@ class Tiles(Sourced):
     rows: Annotated[tuple[TileRow, ...], Field(strict=False, min_length=1)]
 
 
-def _check_grades(grades: Iterable[str], kinds: Iterable[str]) -> None:
-    for kind in set(grades) - set(kinds):
-        raise ValueError(f"grades.{kind}: unknown key{did_you_mean(kind, kinds)}")
+class OneOrSeveral(Sourced):
+    """What a file says once, in the field called ``_one``, or for each of several kinds."""
+
+    by_kind: Mapping[str, object] = Field(default={})
+    grades: Mapping[str, Grade] = Field(default={})
+    """Grades of single kinds that differ from ``grade``."""
+
+    _one: ClassVar[str]
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (getattr(self, self._one) is None) != bool(self.by_kind):
+            raise ValueError(f"expected either {self._one} or by_kind")
+        for kind in set(self.grades) - set(self.by_kind):
+            raise ValueError(f"grades.{kind}: unknown key{did_you_mean(kind, self.by_kind)}")
+        return self
 
 
-class Cost(Sourced):
+class Cost(OneOrSeveral):
     """One number, or one for each of several kinds."""
 
     unit: str
     """What is counted, and per what: "cycles per tile"."""
     value: NonNegativeFloat | None = None
     by_kind: Mapping[str, NonNegativeFloat] = Field(default={})
-    grades: Mapping[str, Grade] = Field(default={})
-    """Grades of single kinds that differ from ``grade``."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Cost:
-        if (self.value is None) != bool(self.by_kind):
-            raise ValueError("expected either value or by_kind")
-        _check_grades(self.grades, self.by_kind)
-        return self
+    _one = "value"
 
 
-class MixTable(Sourced):
+class MixTable(OneOrSeveral):
     """Instructions per thread by class, once or for each of several kinds."""
 
     per: str
     """What the counts are of: "tile", "score element", "block of K and V"."""
     mix: Counts | None = None
     by_kind: Mapping[str, Counts] = Field(default={})
-    grades: Mapping[str, Grade] = Field(default={})
-    """Grades of single kinds that differ from ``grade``."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> MixTable:
-        if (self.mix is None) != bool(self.by_kind):
-            raise ValueError("expected either mix or by_kind")
-        _check_grades(self.grades, self.by_kind)
-        return self
+    _one = "mix"
 
 
 class Row(SourcedRow):

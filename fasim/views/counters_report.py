@@ -10,6 +10,7 @@ Units in per cent of peak over the whole launch, differences in points; traffic 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -57,10 +58,7 @@ def render_counters(result: CounterComparison) -> RenderableType:
     cells = [error_text(name, means.get(name)).lstrip("+") for name in names]
     table.add_row("mean absolute difference", "", *cells)
     parts: list[RenderableType] = [table, ""]
-    reasons: dict[tuple[str, str, str], int] = {}
-    for row in result.unpredicted:
-        key = (row.columns["kernel"], row.columns["direction"], row.reason)
-        reasons[key] = reasons.get(key, 0) + 1
+    reasons = Counter((row.columns["kernel"], row.columns["direction"], row.reason) for row in result.unpredicted)
     if reasons:
         missing = Table("rows", "kernel", "not compared because", box=None, pad_edge=False)
         for (kernel, direction, reason), count in reasons.items():

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fasim.arch import Arch
+from fasim.views.common import knob_text
 
 
 def render_archs(archs: Iterable[Arch]) -> Table:
@@ -31,7 +32,12 @@ def render_knobs(knobs: Iterable[tuple[str, str, object, str, Sequence[object]]]
     return plain_table(
         ("schedule", "knob", "default", "what it does"),
         (
-            (schedule, name, knob_text(default), f"{doc} ({', '.join(map(str, choices))})" if choices else doc)
+            (
+                schedule,
+                name,
+                "auto" if default is None else knob_text(default),
+                f"{doc} ({', '.join(map(str, choices))})" if choices else doc,
+            )
             for schedule, name, default, doc, choices in knobs
         ),
     )
@@ -46,13 +52,6 @@ def render_builds(builds: Iterable[tuple[str, str, bool, Sequence[str], str, str
             for schedule, name, default, architectures, title, compiler in builds
         ),
     )
-
-
-def knob_text(value: object) -> str:
-    """The value of a knob as it is typed on the command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "auto" if value is None else str(value)
 
 
 def warnings_text(warnings: Mapping[str, Sequence[str]]) -> str:

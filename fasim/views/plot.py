@@ -29,13 +29,14 @@ from fasim.results.run import Run, Trace
 from fasim.views.common import (
     IDLE_REASONS,
     Row,
+    check_suffix,
     owners_of,
     provenance,
     require_trace,
     rows_of,
     window_of,
 )
-from fasim.views.pictures import INK, PALETTE, picture
+from fasim.views.pictures import INK, PALETTE, SUFFIXES, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,6 +87,7 @@ def plot_timeline(
     the same runs has the same bytes. Raises ConfigError for another suffix, no runs, a run without trace,
     an ``sm`` or ``cycles`` outside the trace, or a path that cannot be written.
     """
+    check_suffix(Path(path), SUFFIXES, "picture")
     if not runs:
         raise ConfigError("nothing to plot: no runs were given")
     traces = [require_trace(run) for _, run in runs]

@@ -8,6 +8,7 @@ Errors are per cent of the measurement, positive where the prediction is too slo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -105,10 +106,7 @@ def _effect_line(effects: tuple[SwitchEffect, ...]) -> Text:
 
 def _unpredicted(rows: tuple[Row, ...]) -> list[RenderableType]:
     """The rows without an error, gathered by reason."""
-    reasons: dict[str, int] = {}
-    for row in rows:
-        if row.reason is not None:
-            reasons[row.reason] = reasons.get(row.reason, 0) + 1
+    reasons = Counter(row.reason for row in rows if row.reason is not None)
     if not reasons:
         return []
     table = Table("rows", "not predicted because", box=None, pad_edge=False)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fasim.errors import ConfigError
-from fasim.views.pictures import INK, PALETTE, picture, style
+from fasim.views.common import check_suffix
+from fasim.views.pictures import INK, PALETTE, SUFFIXES, picture, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,7 @@ def plot_validation(data: Mapping[str, Any], path: str | Path) -> None:
     An SVG of the same data has the same bytes. Raises ConfigError for another suffix, for data without a predicted
     row, and for a file that cannot be written.
     """
+    check_suffix(Path(path), SUFFIXES, "picture")
     rows = [row for row in data["rows"] if row["error"] is not None]
     if not rows:
         raise ConfigError(f"{path}: nothing to draw: no row was predicted")
