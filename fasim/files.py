@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +63,12 @@ def data_folder(name: str) -> Path:
     return packaged if packaged.is_dir() else package.parent / name
 
 
+@cache
+def _parse(text: str) -> dict[str, Any]:
+    """The content of a TOML text, which nobody may change: a file and those derived from it share it."""
+    return tomllib.loads(text)
+
+
 @dataclass(frozen=True)
 class File:
     """A parsed file; ``label`` is how messages call it."""
@@ -108,7 +115,7 @@ class Shelf:
     def read(self, path: Path) -> File:
         """The parsed file. Raises ConfigError where it cannot be found, read or parsed."""
         try:
-            return File(path.name, tomllib.loads(path.read_text(encoding="utf-8")), path)
+            return File(path.name, _parse(path.read_text(encoding="utf-8")), path)
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file (shipped {self.kinds}: {', '.join(self.names())})") from None
         except (OSError, UnicodeDecodeError) as error:

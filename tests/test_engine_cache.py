@@ -121,6 +121,16 @@ def test_only_the_engine_is_announced_and_once(module, told):
     assert len(calls) == told
 
 
+def test_the_engine_loads_without_blas_and_code_of_the_user_with_it():
+    code = (
+        "import sys, numpy, numba\nfrom fasim.engine import compiled\n"
+        "numba.njit(lambda: 1)()\nprint('scipy.linalg' in sys.modules)\n"
+        "print(numba.njit(lambda a: numpy.dot(a, a))(numpy.full(2, 3.0)), 'scipy.linalg' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "18.0", "True"]
+
+
 @pytest.mark.slow
 def test_concurrent_first_runs_then_a_second(tmp_path):
     both = [start(tmp_path), start(tmp_path)]

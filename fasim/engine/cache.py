@@ -8,7 +8,9 @@ write to is no error: the engine is then compiled anew in each process.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -77,8 +79,26 @@ jit = register_jitable(**_PART)
 inline = register_jitable(forceinline=True, **_PART)
 
 
+def _load_without_blas() -> None:
+    """Load Numba's array functions while ``scipy.linalg`` cannot be imported.
+
+    They import it only to see whether there is a BLAS, which takes a tenth of the time of a command, and the engine has
+    no linear algebra. In compiled code of the user's own, ``np.correlate`` and ``np.convolve`` then do without BLAS;
+    ``np.dot`` and ``np.linalg`` look for it again.
+    """
+    name = "scipy.linalg"
+    if name in sys.modules:
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # how the import system is told that there is none
+    try:
+        importlib.import_module("numba.np.arraymath")
+    finally:
+        del sys.modules[name]
+
+
 def entry(function: Callable[..., None]) -> Callable[..., None]:
     """Compile ``function`` on its first call, or load it from the cache folder."""
+    _load_without_blas()
     folder = cache_folder()
     if folder is None:
         return numba.njit(**_OPTIONS)(function)

@@ -54,8 +54,10 @@ def choose_build(schedule: str | Path, architecture: str, chosen: str | Path | N
                 f"{build.schedule}: build '{build.name}' is for {', '.join(build.architectures)}, not {architecture}"
             )
         return build
-    shipped = (load_build(schedule, name) for name in list_builds(schedule))
-    return next((build for build in shipped if build.default and architecture in build.architectures), None)
+    shelf = _shelf(schedule)
+    marked = (name for name in shelf.names() if shelf.read(shelf.locate(name)).content.get("default"))
+    builds = (load_build(schedule, name) for name in marked)
+    return next((build for build in builds if architecture in build.architectures), None)
 
 
 def _name(schedule: str | Path) -> str:
