@@ -143,13 +143,16 @@ def limits(gains: Sequence[Gain]) -> tuple[Gain, Gain]:
     """The resource whose speed matters most, and the next one that is not a part of it.
 
     The vector units count together, because a softmax spread evenly over them is limited by none of them alone; one
-    that has most of their common gain (``MOST``) stands for them.
+    that has most of their common gain (``MOST``) stands for them. It can have more than all of them together, where
+    the others faster put the warps into a worse rhythm.
     """
     parts = {gain.resource: gain for gain in gains if gain.resource in VECTOR}
-    first, second, *_ = sorted(
-        (gain for gain in gains if gain.resource not in parts), key=lambda gain: -gain.tenth_percent
-    )
     strongest = max(parts.values(), key=lambda gain: gain.tenth_percent)
+
+    def matters(gain: Gain) -> float:
+        return max(gain.tenth_percent, strongest.tenth_percent) if gain.resource == "vector" else gain.tenth_percent
+
+    first, second, *_ = sorted((gain for gain in gains if gain.resource not in parts), key=matters, reverse=True)
 
     def named(gain: Gain) -> Gain:
         alone = gain.resource == "vector" and strongest.tenth_percent >= MOST * gain.tenth_percent
