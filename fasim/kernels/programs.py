@@ -17,19 +17,18 @@ from fasim.errors import ConfigError
 from fasim.kernels.blocks import BlockInfo
 from fasim.kernels.grid import in_order, kv_lines, longest_first
 from fasim.kernels.layouts import kv_layout, query_layout
+from fasim.kernels.mma_sync import syncthreads
+from fasim.kernels.softmax import ACCESS_BYTES
 from fasim.problem import Problem
 from fasim.problem.masks import IntArray
 from fasim.program.builds import Build
-from fasim.program.effects import Effect, Load, Move, Normalise, Round, Store, Syncthreads
+from fasim.program.effects import Effect, Load, Move, Normalise, Round, Store
 from fasim.program.language import Barrier, Kernel, Role, Shape, Smem, Tensor, Tile
 from fasim.program.ops import CopyEngine, Mix, scale_mix
 from fasim.program.tiles import operand_format
 
 #: Sizes of tiles and heads that exist.
 SIZES = (16, 32, 64, 128, 256)
-
-#: Bytes that a warp moves through shared memory in one instruction.
-ACCESS_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -220,10 +219,8 @@ def cold(c: Role, p: Program, label: str, code: str, effects: tuple[Effect, ...]
 
 
 def sync_warps(c: Role, p: Program) -> None:
-    """__syncthreads of warps that arrive together."""
-    sync = p.arch.sm.sync
-    cycles = sync.syncthreads_base_cycles + sync.syncthreads_per_warp_cycles * c.warps
-    c.delay("barrier", cycles, "barrier", effects=(Syncthreads(),))
+    """__syncthreads of the program's warps, which arrive together."""
+    syncthreads(c, p.arch, "barrier")
 
 
 def load_q(c: Role, p: Program, q: Operand) -> None:

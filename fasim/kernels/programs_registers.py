@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from fasim.kernels.programs import ACCESS_BYTES, Program, q_tile
+from fasim.kernels.mma_sync import LDSM_BYTES, product
+from fasim.kernels.programs import Program, q_tile
+from fasim.kernels.softmax import ACCESS_BYTES
 from fasim.program.effects import Mask, Matmul, Probabilities, Rescale, Round, RowMax, RowSum
 from fasim.program.language import Register, Role, Shape, Smem, Stages, Tile
 from fasim.program.ops import add_mixes
 from fasim.program.role import MMA_DEPTH_BITS, WGMMA_ROWS
 from fasim.program.tiles import FORMAT_BITS
-
-#: FLOP of an m16n8k16 mma.sync.
-MMA_SYNC_FLOPS = 4096
 
 #: Registers per thread that an instruction can name.
 MOST_REGISTERS = 255
@@ -99,14 +98,9 @@ def _mma_sync(c: Role, label: str, a: Tile, b: Tile, into: Tile, transposed: boo
     """HMMA fed by ldmatrix: every warp reads the whole tile of K or V and its own rows of Q."""
     nbytes = c.warps * b.shape.bytes + (a.shape.bytes if isinstance(a.place, Smem) else 0)
     flops = 2.0 * into.shape.rows * into.shape.columns * a.shape.columns
-    c.vector(
-        label,
-        {"ldsm": nbytes / ACCESS_BYTES / c.warps, "misc": flops / MMA_SYNC_FLOPS / c.warps},
-        smem_bytes=nbytes,
-        mma_sync_flops=flops,
-        latency={"smem": 1, "mma_sync": 1},
-        effects=(Matmul(into.place, a.place, b.place, transposed=transposed, add=not transposed),),
-    )
+    effects = (Matmul(into.place, a.place, b.place, transposed=transposed, add=not transposed),)
+    ldsm = nbytes / LDSM_BYTES / c.warps
+    product(c, label, flops, effects, ldsm=ldsm, smem_bytes=nbytes, latency={"smem": 1, "mma_sync": 1})
 
 
 def online_softmax(c: Role, p: Program, masked: bool) -> None:
