@@ -51,7 +51,7 @@ def pictures() -> None:
     simulated, measured = 100 * effect.predicted, 100 * effect.measured
     caption = f"""*FlashAttention-3's two warpgroups on one SM of an H200. Above, a warpgroup multiplies the next block
 of keys while it computes the softmax of the last; below, one after the other. Without overlap the kernel takes
-{simulated:.1f} % longer in the simulation and {measured:.1f} % on hardware (4 sequences of 4096 tokens,
+{simulated:.1f} % more cycles in the simulation and {measured:.1f} % on hardware (4 sequences of 4096 tokens,
 `d128_nooverlap_pp` of `validation/data/h200_fa3_ablations.csv`).*"""
     insert(ROOT / "README.md", "picture", caption)
     run = simulate("triton", problem, load_arch("h200"), trace=TraceSpec(sms=(0,), cycles=(0, 40_000)))

@@ -56,7 +56,8 @@ def fa3(problem: Problem, arch: Arch, knobs: Knobs, build: Build) -> list[Kernel
     k.not_attention = None if f.exp else "exp=off leaves the exponential out"
     k.mode = ("dynamic" if problem.causal else "static") if persistent else "single"
     tiles = in_order(cut)
-    if problem.causal and not split and not first_release:  # the real one has the group in it, packed or not
+    if problem.causal and not split and not first_release:
+        # As in tile_scheduler.hpp, a section counts the query heads of a group even where they are packed into one.
         tiles = longest_first(cut, kv_heads_in_l2(problem, build.cost("l2_section")) * problem.group)
     peeled(k, cut, tiles, more_masked=int(first_release and problem.causal))
     mem = operands(k, f, None if split else tiles, rows=min(f.m, cut.rows))

@@ -2,7 +2,7 @@
 
 A CTA owns two tiles of 128 query rows. One thread issues every MMA, in the order PV0 QK0 PV1 QK1; S, P and O live in
 tensor memory, P in the upper half of the columns of its S. Each softmax warpgroup takes one tile, a thread a row, and
-writes P in parts: PV starts when three quarters are there. A correction warpgroup rescales O beside the critical path,
+writes P in parts: PV starts when three quarters are there. A correction warpgroup rescales O off the critical path,
 only where a maximum grew above a threshold, and does the epilogue. The paper's four moves have a switch each:
 ``exp2_emulation`` (some exponentials as a polynomial on the FMA pipe), ``conditional_rescale``, ``two_cta`` (MMAs over
 pairs of SMs that share K and V), ``accumulator``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import Result
@@ -16,7 +17,7 @@ from fasim.errors import ConfigError
 from fasim.files import data_folder
 from fasim.problem import Problem
 from fasim.program.build_files import choose_build, list_builds, load_build
-from fasim.program.builds import GRADES, Build
+from fasim.program.builds import Build, Grade
 from fasim.program.library import Schedule, load_schedule
 
 SHIPPED = sorted(data_folder("schedules").glob("builds/*/*.toml"))
@@ -61,7 +62,7 @@ def test_every_number_has_source_and_grade_in_its_own_file(path):
     }
     assert not outside
     for name, table in tables(content).items():
-        assert table["grade"] in GRADES, name
+        assert table["grade"] in get_args(Grade), name
         assert len(table["source"]) >= 4, name
 
 

@@ -1,7 +1,7 @@
 """The softmax of a query tile in tensor memory: a thread a row, P in fragments, exponentials partly as polynomials.
 
 FlashAttention's ``SoftmaxSm100`` (flash_attn/cute/softmax.py at 0251105a). The scale of O and at last the row sum go
-through shared memory to a correction warpgroup, so that O is rescaled beside the critical path.
+through shared memory to a correction warpgroup, so that O is rescaled off the critical path.
 """
 
 from __future__ import annotations

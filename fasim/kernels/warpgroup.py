@@ -126,7 +126,6 @@ class Consumer:
         The compiler puts those FMUL between the first wgmma: most behind the first, the others behind the second.
         """
         f, role = self.f, self.role
-        depth = -(-f.d * 2 // 32) if not f.fp8 else -(-f.d // 32)
         multiplies = f.dv / 2 if rescale and f.rescale_early else 0.0
         early = min(f.build.cost("fmul_behind_first"), multiplies) if multiplies else 0.0
         first = 0
@@ -135,9 +134,9 @@ class Consumer:
                 self._qk(q, k, (first, first + 1), takes_effect=False)
                 role.vector("rescale O", {"fmul": fmul}, effects=effects)
                 first += 1
-        return self._qk(q, k, (first, depth))
+        return self._qk(q, k, (first, None))
 
-    def _qk(self, q: Ring, k: Ring, steps: tuple[int, int], takes_effect: bool = True) -> Group:
+    def _qk(self, q: Ring, k: Ring, steps: tuple[int, int | None], takes_effect: bool = True) -> Group:
         slots = self.f.build.cost("slots_per_wgmma")
         with self.role.phase("QK"):
             return self.role.gemm(

@@ -23,7 +23,6 @@ from fasim.program.ops import Mix, add_mixes, scale_mix
 #: executed opcodes. ``measured``: counters, cycle stamps or timed builds. ``residual``: what measurements of whole
 #: tiles or kernels leave over when everything else is simulated. ``assumed``: nobody looked at this kernel for it.
 Grade = Literal["source", "counted", "measured", "residual", "assumed"]
-GRADES = ("source", "counted", "measured", "residual", "assumed")
 
 Architecture = Literal["ampere", "hopper", "blackwell"]
 Entry = TypeVar("Entry")

@@ -193,27 +193,29 @@ class Role:
         *,
         add: bool = False,
         transposed: bool = False,
-        steps: tuple[int, int] | None = None,
+        steps: tuple[int, int | None] = (0, None),
         takes_effect: bool = True,
         pair: bool = False,
         slots: float = 1.0,
         done: Barrier | None = None,
     ) -> Group:
-        """``into`` = ``a`` x ``b`` (``transposed``: x b transposed; ``add``: added), issued and committed as one group.
+        """Issue one MMA group, ``into`` = ``a`` x ``b``, and commit it.
 
-        ``a`` (rows x depth) and ``b`` (depth x columns, or columns x depth) are tiles, or staged buffers whose stage
-        the role waited for. Derived: the instruction's shape (64 rows for an accumulator in registers, all rows of the
-        tile in tensor memory, 256 bits of depth), their number, where ``a`` comes from, the type, the effect.
-        ``steps``: only the instructions (first, last) along the depth, where other work stands between them;
-        ``takes_effect`` for the last of such parts. ``pair``: over two CTAs, ``into`` counts the rows of both.
-        ``done``: arrived at when the group is complete. ``slots``: issue slots per instruction.
+        ``a`` is rows x depth; ``b`` is depth x columns, or columns x depth with ``transposed``. With ``add`` the
+        product is added to ``into``. A staged buffer stands for the stage that the role waited for last. The operands
+        determine the shape of the instructions (64 rows where ``into`` is in registers, up to 128 a CTA where it is in
+        tensor memory, 256 bits of depth), their number and type, where ``a`` comes from, and the effect on values.
+
+        ``steps`` (from, to) issues only these instructions along the depth, where other work stands between them; only
+        the last part ``takes_effect``. With ``pair`` two CTAs compute together and ``into`` counts the rows of both.
+        ``done`` is the barrier that the complete group arrives at; ``slots`` are issue slots per instruction.
         """
         a, b = (x.tile if isinstance(x, Stages) else x for x in (a, b))
         k = MMA_DEPTH_BITS // FORMAT_BITS[a.shape.format]
         most = TCGEN05_ROWS * (2 if pair else 1)
         rows = min(into.shape.rows, most) if isinstance(into.place, Tmem) else WGMMA_ROWS
-        first, last = steps or (0, -(-a.shape.columns // k))
-        count = (last - first) * -(-into.shape.rows // rows)
+        first, last = steps
+        count = ((-(-a.shape.columns // k) if last is None else last) - first) * -(-into.shape.rows // rows)
         source: OperandSource = "register"
         if isinstance(a.place, Smem | Tmem):
             source = "smem" if isinstance(a.place, Smem) else "tmem"
